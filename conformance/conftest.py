@@ -1,0 +1,31 @@
+"""Hooks of the suite, by name: the machinery is in fixtures/plugin.py."""
+
+from .fixtures.plugin import (
+    arena,
+    lane,
+    pytest_addoption,
+    pytest_collection_modifyitems,
+    pytest_configure,
+    pytest_deselected,
+    pytest_runtest_call,
+    pytest_runtest_setup,
+    pytest_sessionfinish,
+    pytest_terminal_summary,
+    pytest_testnodedown,
+    pytest_unconfigure,
+)
+
+__all__ = [
+    "arena",
+    "lane",
+    "pytest_addoption",
+    "pytest_collection_modifyitems",
+    "pytest_configure",
+    "pytest_deselected",
+    "pytest_runtest_call",
+    "pytest_runtest_setup",
+    "pytest_sessionfinish",
+    "pytest_terminal_summary",
+    "pytest_testnodedown",
+    "pytest_unconfigure",
+]

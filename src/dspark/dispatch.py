@@ -1,0 +1,251 @@
+"""Which path an operation takes, as a value that can be read, counted and refused.
+
+An operation owns an ordered tuple of :class:`Check`. :func:`decide` turns the facts of one call into a
+:class:`Decision`; :func:`choose` applies what the caller asked for, counts the outcome in the census and warns the
+first time a reason sends the operation to its fallback. This module knows no operation and no kernel.
+
+What the caller can ask for, strongest first: the ``path=`` argument, ``with forced(...)``, the environment variable
+``DSPARK_DISPATCH`` (read once, when this module is imported). Each is ``auto`` (fused where eligible), ``fused``
+(fused or :class:`FallbackError`) or ``eager``.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import os
+import re
+import threading
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import lru_cache
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+logger = logging.getLogger("dspark")
+
+ELIGIBLE = "eligible"
+"""Census reason of a fused call: every check held."""
+REQUESTED = "requested"
+"""Census reason of an eager call that the caller asked for."""
+
+_SLUG = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
+
+
+class Path(enum.StrEnum):
+    """The two ways an operation can be computed."""
+
+    FUSED = "fused"
+    EAGER = "eager"
+
+
+class Mode(enum.StrEnum):
+    """What a caller can ask for."""
+
+    AUTO = "auto"
+    FUSED = "fused"
+    EAGER = "eager"
+
+
+def parse_mode(value: str, source: str) -> Mode:
+    """``value`` as a :class:`Mode`; ``ValueError`` naming ``source`` (the argument or variable) for anything else."""
+    try:
+        return Mode(value)
+    except ValueError:
+        raise ValueError(f"{source}: got {value!r}, need one of {', '.join(Mode)}") from None
+
+
+@dataclass(frozen=True)
+class Check:
+    """One condition that the fused path of an operation needs and that its eager path does not.
+
+    id: short slug, e.g. ``qkv-dtype``; it is the reason in the census.
+    requires: a sentence that tells a person what to change.
+    holds: facts of the call -> (whether the condition holds, the value that was looked at).
+    after: ids of earlier checks of the same operation; when one of them failed, this check is not evaluated.
+    """
+
+    id: str
+    requires: str
+    holds: Callable[[Any], tuple[bool, Hashable]]
+    after: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A check that did not hold, with the value that failed it."""
+
+    check: Check
+    value: Hashable
+
+    def __str__(self) -> str:
+        return f"{self.check.id} (got {self.value!r}): {self.check.requires}"
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The path that the facts of a call allow, and every check that forbids the fused one."""
+
+    op: str
+    path: Path
+    failed: tuple[Failure, ...]
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Ids of the failed checks, in the operation's order."""
+        return tuple(failure.check.id for failure in self.failed)
+
+
+class Outcome(NamedTuple):
+    """What :func:`choose` did: the decision, and the path that was then taken."""
+
+    decision: Decision
+    path: Path
+
+
+class CensusKey(NamedTuple):
+    """One row of the census."""
+
+    op: str
+    path: Path
+    reason: str
+
+
+class FallbackError(RuntimeError):
+    """The fused path was asked for and the call is not eligible; the message lists every reason."""
+
+    def __init__(self, decision: Decision) -> None:
+        self.decision = decision
+        reasons = "; ".join(str(failure) for failure in decision.failed)
+        super().__init__(f"{decision.op}: the fused path was requested and is not eligible: {reasons}")
+
+
+_mode = parse_mode(os.environ.get("DSPARK_DISPATCH", Mode.AUTO), "DSPARK_DISPATCH")
+_forced: ContextVar[Mode | None] = ContextVar("dspark_forced", default=None)
+_observer: ContextVar[list[Outcome] | None] = ContextVar("dspark_observer", default=None)
+_lock = threading.Lock()
+_registry: dict[str, tuple[Check, ...]] = {}
+_census: Counter[CensusKey] = Counter()
+_warned: set[tuple[str, str]] = set()
+
+
+def register(op: str, checks: tuple[Check, ...]) -> str:
+    """Declare the checks of operation ``op`` and return its name.
+
+    ``ValueError`` for a second registration, an id that is no slug or occurs twice, an empty sentence, and an ``after``
+    that names no earlier check.
+    """
+    seen: set[str] = set()
+    for check in checks:
+        if not _SLUG.fullmatch(check.id) or check.id in seen or check.id in (ELIGIBLE, REQUESTED):
+            raise ValueError(f"{op}: check id {check.id!r} must be a slug of its own")
+        if not check.requires.strip():
+            raise ValueError(f"{op}: check {check.id!r} must say what it requires")
+        if unknown := set(check.after) - seen:
+            raise ValueError(f"{op}: check {check.id!r} comes after {sorted(unknown)}, which are not earlier checks")
+        seen.add(check.id)
+    with _lock:
+        if op in _registry:
+            raise ValueError(f"operation {op!r} is registered twice")
+        _registry[op] = checks
+    return op
+
+
+def registry() -> Mapping[str, tuple[Check, ...]]:
+    """Every registered operation and its checks: the closed world that the conformance suite counts against."""
+    return MappingProxyType(_registry)
+
+
+@lru_cache(maxsize=4096)
+def decide(op: str, facts: Hashable) -> Decision:
+    """The decision that ``facts`` lead to: pure, and memoised on its arguments.
+
+    ``failed`` carries every failing check, except those whose prerequisite in ``after`` failed.
+    """
+    failed: list[Failure] = []
+    blocked: set[str] = set()
+    for check in _registry[op]:
+        if blocked.intersection(check.after):
+            blocked.add(check.id)
+            continue
+        holds, value = check.holds(facts)
+        if not holds:
+            blocked.add(check.id)
+            failed.append(Failure(check, value))
+    return Decision(op, Path.EAGER if failed else Path.FUSED, tuple(failed))
+
+
+def choose(op: str, facts: Hashable, path: str | None = None) -> Path:
+    """The path that this call takes; counts it, and warns when a reason is new.
+
+    path: the caller's ``path=`` argument, or None for the surrounding :func:`forced` block or the environment.
+    Raises ``ValueError`` for an unknown ``path``, :class:`FallbackError` when ``fused`` is asked for and not eligible.
+    """
+    mode = parse_mode(path, "path") if path is not None else _forced.get() or _mode
+    decision = decide(op, facts)
+    if mode is Mode.FUSED and decision.failed:
+        raise FallbackError(decision)
+    taken = Path.EAGER if mode is Mode.EAGER else decision.path
+    _count(op, taken, (REQUESTED,) if mode is Mode.EAGER else decision.reasons or (ELIGIBLE,))
+    if taken is Path.EAGER and mode is not Mode.EAGER:
+        _warn(decision)
+    observer = _observer.get()
+    if observer is not None:
+        observer.append(Outcome(decision, taken))
+    return taken
+
+
+def _count(op: str, path: Path, reasons: tuple[str, ...]) -> None:
+    with _lock:
+        for reason in reasons:
+            _census[CensusKey(op, path, reason)] += 1
+
+
+def _warn(decision: Decision) -> None:
+    for failure in decision.failed:
+        key = (decision.op, failure.check.id)
+        with _lock:
+            if key in _warned:
+                continue
+            _warned.add(key)
+        logger.warning("%s: falls back to eager: %s", decision.op, failure)
+
+
+def census() -> dict[CensusKey, int]:
+    """How many calls took which path for which reason, since the process started or :func:`reset`.
+
+    A call with several failing checks counts once under each of them.
+    """
+    with _lock:
+        return dict(_census)
+
+
+def reset() -> None:
+    """Forget the census and which reasons were warned about; decisions and registrations stay."""
+    with _lock:
+        _census.clear()
+        _warned.clear()
+
+
+@contextmanager
+def forced(mode: str) -> Iterator[None]:
+    """Within the block (this thread or task only), every call without ``path=`` behaves as if it asked for ``mode``."""
+    token = _forced.set(parse_mode(mode, "forced"))
+    try:
+        yield
+    finally:
+        _forced.reset(token)
+
+
+@contextmanager
+def observed() -> Iterator[list[Outcome]]:
+    """Collect the outcome of every call made within the block (this thread or task only), in order."""
+    outcomes: list[Outcome] = []
+    token = _observer.set(outcomes)
+    try:
+        yield outcomes
+    finally:
+        _observer.reset(token)

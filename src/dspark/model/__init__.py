@@ -1,0 +1,1 @@
+"""The draft model and what it is made of."""

@@ -1,0 +1,52 @@
+"""``accept``: how many drafted tokens the target confirms, and the token it adds."""
+
+from __future__ import annotations
+
+import torch
+
+from dspark import dispatch, faults, machine
+from dspark.ops import arguments
+from dspark.ops.accept.checks import OP, Facts
+from dspark.ops.accept.eager import accept_eager
+
+
+def compute_dflash_correct_drafts_and_bonus(
+    *,
+    candidates: torch.Tensor,
+    target_predict: torch.Tensor,
+    verify_lens: torch.Tensor | None = None,
+    path: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Leading-match count and bonus token of each request's verify window (conformance/CONTRACTS.md section 6).
+
+    candidates: ``[B, W]`` signed integer token ids, column 0 the current token, columns 1.. the drafts.
+    target_predict: ``[B, W]`` signed integer, the target's token after each column. Any strides, dtypes may differ.
+    verify_lens: ``[B]`` signed integer or None; only the first ``verify_lens[b]`` columns of row b count.
+    path: ``auto``, ``fused``, ``eager`` or None (see :mod:`dspark.dispatch`).
+
+    Returns ``correct [B]`` int32, the number of leading k with ``candidates[:, k+1] == target_predict[:, k]`` (capped
+    at ``verify_lens - 1``), and ``bonus [B]`` int64, ``target_predict[b, correct[b]]``.
+
+    Raises ``ValueError`` for ranks, shapes or devices that disagree, an empty batch or width, and dtypes that are not
+    signed integers. A ``verify_lens`` outside 1..W is clamped and sets the fault ``accept/verify-len-out-of-range``.
+    """
+    arguments.require_rank("candidates", candidates, 2)
+    batch, width = candidates.shape
+    if batch <= 0 or width <= 0:
+        raise ValueError(f"candidates: got shape {tuple(candidates.shape)}, need B > 0 and W > 0")
+    arguments.require_shape("target_predict", target_predict, (batch, width), "[B, W] of candidates")
+    arguments.require_dtype("candidates", candidates, arguments.SIGNED_DTYPES)
+    arguments.require_dtype("target_predict", target_predict, arguments.SIGNED_DTYPES)
+    if verify_lens is not None:
+        arguments.require_shape("verify_lens", verify_lens, (batch,), "[B] of candidates")
+        arguments.require_dtype("verify_lens", verify_lens, arguments.SIGNED_DTYPES)
+    arguments.require_one_device(candidates=candidates, target_predict=target_predict, verify_lens=verify_lens)
+
+    call = Facts(machine.facts(), candidates.device.type, width)
+    if dispatch.choose(OP, call, path) is dispatch.Path.FUSED:
+        from dspark.ops.accept.kernel import accept_fused as compute
+    else:
+        compute = accept_eager
+    result = compute(candidates, target_predict, verify_lens)
+    faults.finish(candidates.device)
+    return result

@@ -1,0 +1,24 @@
+"""``accept`` in plain torch: the definition, and the production fallback."""
+
+from __future__ import annotations
+
+import torch
+
+from dspark import faults
+from dspark.ops.accept.checks import VERIFY_LEN_FAULT
+
+
+def accept_eager(
+    candidates: torch.Tensor, target_predict: torch.Tensor, verify_lens: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See :func:`dspark.ops.compute_dflash_correct_drafts_and_bonus`; arguments are validated."""
+    width = candidates.shape[1]
+    target = target_predict.to(torch.int64)
+    matches = candidates[:, 1:].to(torch.int64) == target[:, :-1]
+    correct = matches.to(torch.int64).cumprod(dim=1).sum(dim=1)
+    if verify_lens is not None:
+        lens = verify_lens.to(torch.int64)
+        faults.set_where((lens < 1) | (lens > width), VERIFY_LEN_FAULT)
+        correct = torch.minimum(correct, lens.clamp(1, width) - 1)
+    bonus = target.gather(1, correct[:, None]).squeeze(1)
+    return correct.to(torch.int32), bonus

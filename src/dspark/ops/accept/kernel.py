@@ -1,0 +1,108 @@
+"""``accept`` as one Triton kernel.
+
+Tile, one program:
+
+            k = 0 .. W-1 (padded to a power of two)
+          +-------------------------------+
+    rows  |  candidates[:, k+1] ==        |   -> first k that differs   -> correct [rows]
+          |  target_predict[:, k]         |   -> target at that column  -> bonus   [rows]
+          +-------------------------------+
+
+Integers only: contraction and bf16 rounding do not occur.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from dspark import faults
+from dspark.ops.accept.checks import VERIFY_LEN_FAULT
+from dspark.ops.launch import launching, tile_elements
+
+# Elements per program. The interpreter pays per program, the GPU wants a block per multiprocessor.
+GPU_TILE = 1024
+INTERPRETER_TILE = 1 << 16
+
+
+@triton.jit
+def accept_kernel(
+    candidates_ptr,
+    target_ptr,
+    verify_lens_ptr,
+    correct_ptr,
+    bonus_ptr,
+    fault_ptr,
+    batch,
+    candidates_stride_row,
+    candidates_stride_column,
+    target_stride_row,
+    target_stride_column,
+    verify_lens_stride,
+    WIDTH: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+    HAS_VERIFY_LENS: tl.constexpr,
+    FAULT_MASK: tl.constexpr,
+):
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS).to(tl.int64)
+    row_live = rows < batch
+    columns = tl.arange(0, BLOCK_WIDTH).to(tl.int64)
+    target = tl.load(
+        target_ptr + rows[:, None] * target_stride_row + columns[None, :] * target_stride_column,
+        mask=row_live[:, None] & (columns < WIDTH)[None, :],
+        other=0,
+    ).to(tl.int64)
+    candidates = tl.load(
+        candidates_ptr + rows[:, None] * candidates_stride_row + (columns + 1)[None, :] * candidates_stride_column,
+        mask=row_live[:, None] & (columns < WIDTH - 1)[None, :],
+        other=0,
+    ).to(tl.int64)
+    # The last column has no candidate: it ends every run, whatever the padding holds (no id may ever match padding).
+    ends_run = (candidates != target) | (columns >= WIDTH - 1)[None, :]
+    correct = tl.min(tl.where(ends_run, columns[None, :], WIDTH - 1), axis=1)
+    if HAS_VERIFY_LENS:
+        lens = tl.load(verify_lens_ptr + rows * verify_lens_stride, mask=row_live, other=1).to(tl.int64)
+        out_of_range = row_live & ((lens < 1) | (lens > WIDTH))
+        fault_bits = tl.full([BLOCK_ROWS], FAULT_MASK, tl.int64)
+        tl.atomic_or(fault_ptr + tl.zeros([BLOCK_ROWS], tl.int64), fault_bits, mask=out_of_range, sem="relaxed")
+        correct = tl.minimum(correct, tl.minimum(tl.maximum(lens, 1), WIDTH) - 1)
+    # Picked from the tile, so that target_predict is read once.
+    bonus = tl.sum(tl.where(columns[None, :] == correct[:, None], target, 0), axis=1)
+    tl.store(correct_ptr + rows, correct.to(tl.int32), mask=row_live)
+    tl.store(bonus_ptr + rows, bonus, mask=row_live)
+
+
+def accept_fused(
+    candidates: torch.Tensor, target_predict: torch.Tensor, verify_lens: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See :func:`dspark.ops.compute_dflash_correct_drafts_and_bonus`; arguments are validated and eligible."""
+    batch, width = candidates.shape
+    correct = torch.empty(batch, dtype=torch.int32, device=candidates.device)
+    bonus = torch.empty(batch, dtype=torch.int64, device=candidates.device)
+    block_width = triton.next_power_of_2(width)
+    tile = tile_elements(GPU_TILE, INTERPRETER_TILE)
+    block_rows = max(1, min(tile // block_width, triton.next_power_of_2(batch)))
+    fault_word = faults.word(candidates.device)
+    with launching(candidates.device):
+        accept_kernel[(triton.cdiv(batch, block_rows),)](
+            candidates,
+            target_predict,
+            verify_lens,
+            correct,
+            bonus,
+            fault_word,
+            batch,
+            *candidates.stride(),
+            *target_predict.stride(),
+            verify_lens.stride(0) if verify_lens is not None else 0,
+            WIDTH=width,
+            BLOCK_ROWS=block_rows,
+            BLOCK_WIDTH=block_width,
+            HAS_VERIFY_LENS=verify_lens is not None,
+            FAULT_MASK=VERIFY_LEN_FAULT,
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
+    return correct, bonus

@@ -1,0 +1,197 @@
+"""``qk_norm_rope`` as one Triton kernel, in place.
+
+Tile, one program: BLOCK_TOKENS rows x BLOCK_HEADS heads, all Q or all K, each element loaded and stored once.
+
+                 rotated half 1      rotated half 2      passed through
+               +-------------------+-------------------+------------------+
+    (row, head)|  x1 [R/2]         |  x2 [R/2]         |  xp [D - R]      |   -> sum of squares over the head -> inv
+               +-------------------+-------------------+------------------+
+                 y1 = bf16(x1 inv w)  y2                   yp
+                 y1 c - y2 s          y2 c + y1 s          yp
+
+Neox style pairs (i, i + R/2), otherwise (2i, 2i + 1); either way both elements of a pair are in the same thread.
+Arithmetic is fp32; contraction is declared off, so the compiled kernel rounds each product as the eager path does.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from dspark import faults
+from dspark.ops.launch import launching, tile_elements
+from dspark.ops.qk_norm_rope.checks import POSITION_FAULT
+
+GPU_TILE = 4096
+GPU_HEADS = 8
+INTERPRETER_TILE = 1 << 19
+FP_CONTRACTION = False
+
+
+@triton.jit
+def normed(x, inverse, weight):
+    """x * inv * w in fp32, rounded once to bf16, and back in fp32 for the rotation."""
+    return (x * inverse * weight).to(tl.bfloat16).to(tl.float32)
+
+
+@triton.jit
+def qk_norm_rope_kernel(
+    qkv_ptr,
+    positions_ptr,
+    q_weight_ptr,
+    k_weight_ptr,
+    table_ptr,
+    fault_ptr,
+    tokens,
+    table_rows,
+    qkv_stride,
+    positions_stride,
+    q_weight_stride,
+    k_weight_stride,
+    table_stride,
+    q_eps,
+    k_eps,
+    NUM_Q: tl.constexpr,
+    NUM_K: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    PASSED: tl.constexpr,
+    NEOX: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_PASSED: tl.constexpr,
+    FAULT_MASK: tl.constexpr,
+):
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS).to(tl.int64)
+    row_in_batch = rows < tokens
+    positions = tl.load(positions_ptr + rows * positions_stride, mask=row_in_batch, other=0).to(tl.int64)
+    in_table = (positions >= 0) & (positions < table_rows)
+    row_live = row_in_batch & in_table
+    if tl.program_id(1) == 0:
+        fault_bits = tl.full([BLOCK_TOKENS], FAULT_MASK, tl.int64)
+        faulty = row_in_batch & (in_table == 0)
+        tl.atomic_or(fault_ptr + tl.zeros([BLOCK_TOKENS], tl.int64), fault_bits, mask=faulty, sem="relaxed")
+
+    # Head blocks do not straddle the boundary between Q and K, so weight and eps are one per program.
+    q_blocks = (NUM_Q + BLOCK_HEADS - 1) // BLOCK_HEADS
+    is_k = tl.program_id(1) >= q_blocks
+    if is_k:
+        head_in_part = (tl.program_id(1) - q_blocks) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+        head_live = head_in_part < NUM_K
+        heads = head_in_part + NUM_Q
+    else:
+        head_in_part = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+        head_live = head_in_part < NUM_Q
+        heads = head_in_part
+
+    i = tl.arange(0, BLOCK_HALF)
+    half_live = i < HALF
+    if NEOX:
+        first, second = i, i + HALF
+    else:
+        first, second = 2 * i, 2 * i + 1
+    head_ptr = qkv_ptr + rows[:, None, None] * qkv_stride + heads.to(tl.int64)[None, :, None] * HEAD_DIM
+    live = row_live[:, None, None] & head_live[None, :, None]
+    pair_live = live & half_live[None, None, :]
+    x1 = tl.load(head_ptr + first[None, None, :], mask=pair_live, other=0.0).to(tl.float32)
+    x2 = tl.load(head_ptr + second[None, None, :], mask=pair_live, other=0.0).to(tl.float32)
+    sum_of_squares = tl.sum(x1 * x1, axis=2) + tl.sum(x2 * x2, axis=2)
+    if PASSED > 0:
+        j = tl.arange(0, BLOCK_PASSED)
+        passed = j + 2 * HALF
+        passed_live = live & (j < PASSED)[None, None, :]
+        xp = tl.load(head_ptr + passed[None, None, :], mask=passed_live, other=0.0).to(tl.float32)
+        sum_of_squares += tl.sum(xp * xp, axis=2)
+
+    if is_k:
+        eps = k_eps
+        w1 = tl.load(k_weight_ptr + first * k_weight_stride, mask=half_live, other=0.0).to(tl.float32)
+        w2 = tl.load(k_weight_ptr + second * k_weight_stride, mask=half_live, other=0.0).to(tl.float32)
+    else:
+        eps = q_eps
+        w1 = tl.load(q_weight_ptr + first * q_weight_stride, mask=half_live, other=0.0).to(tl.float32)
+        w2 = tl.load(q_weight_ptr + second * q_weight_stride, mask=half_live, other=0.0).to(tl.float32)
+    # Correctly rounded root and quotient: one each per head costs nothing beside the loads.
+    mean_square = tl.div_rn(sum_of_squares, tl.full(sum_of_squares.shape, HEAD_DIM, tl.float32))
+    root = tl.sqrt_rn(mean_square + eps)
+    inverse = tl.div_rn(tl.full(root.shape, 1.0, tl.float32), root)[:, :, None]
+
+    y1 = normed(x1, inverse, w1[None, None, :])
+    y2 = normed(x2, inverse, w2[None, None, :])
+    angle_ptr = table_ptr + positions[:, None] * table_stride + i[None, :]
+    angle_live = row_live[:, None] & half_live[None, :]
+    cos = tl.load(angle_ptr, mask=angle_live, other=0.0)[:, None, :]
+    sin = tl.load(angle_ptr + HALF, mask=angle_live, other=0.0)[:, None, :]
+    tl.store(head_ptr + first[None, None, :], (y1 * cos - y2 * sin).to(tl.bfloat16), mask=pair_live)
+    tl.store(head_ptr + second[None, None, :], (y2 * cos + y1 * sin).to(tl.bfloat16), mask=pair_live)
+    if PASSED > 0:
+        if is_k:
+            wp = tl.load(k_weight_ptr + passed * k_weight_stride, mask=j < PASSED, other=0.0).to(tl.float32)
+        else:
+            wp = tl.load(q_weight_ptr + passed * q_weight_stride, mask=j < PASSED, other=0.0).to(tl.float32)
+        yp = normed(xp, inverse, wp[None, None, :])
+        tl.store(head_ptr + passed[None, None, :], yp.to(tl.bfloat16), mask=passed_live)
+
+
+def qk_norm_rope_fused(
+    qkv: torch.Tensor,
+    positions: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    num_q_heads: int,
+    num_k_heads: int,
+    head_dim: int,
+    q_eps: float,
+    k_eps: float,
+    rotary_dim: int,
+    is_neox_style: bool,
+) -> None:
+    """See :func:`dspark.ops.table_qk_norm_rope_`; arguments are validated and eligible."""
+    tokens = qkv.shape[0]
+    if tokens == 0 or num_q_heads + num_k_heads == 0:
+        return
+    half, passed = rotary_dim // 2, head_dim - rotary_dim
+    widest = triton.next_power_of_2(max(num_q_heads, num_k_heads))
+    block_heads = min(widest, tile_elements(GPU_HEADS, widest))
+    row_elements = block_heads * triton.next_power_of_2(head_dim)
+    block_tokens = tile_elements(GPU_TILE, INTERPRETER_TILE) // row_elements
+    block_tokens = max(1, min(block_tokens, triton.next_power_of_2(tokens)))
+    grid = (
+        triton.cdiv(tokens, block_tokens),
+        triton.cdiv(num_q_heads, block_heads) + triton.cdiv(num_k_heads, block_heads),
+    )
+    fault_word = faults.word(qkv.device)
+    with launching(qkv.device):
+        qk_norm_rope_kernel[grid](
+            qkv,
+            positions,
+            q_weight,
+            k_weight,
+            cos_sin_cache,
+            fault_word,
+            tokens,
+            cos_sin_cache.shape[0],
+            qkv.stride(0),
+            positions.stride(0),
+            q_weight.stride(0),
+            k_weight.stride(0),
+            cos_sin_cache.stride(0),
+            q_eps,
+            k_eps,
+            NUM_Q=num_q_heads,
+            NUM_K=num_k_heads,
+            HEAD_DIM=head_dim,
+            HALF=half,
+            PASSED=passed,
+            NEOX=is_neox_style,
+            BLOCK_TOKENS=block_tokens,
+            BLOCK_HEADS=block_heads,
+            BLOCK_HALF=triton.next_power_of_2(half),
+            BLOCK_PASSED=triton.next_power_of_2(max(passed, 1)),
+            FAULT_MASK=POSITION_FAULT,
+            num_warps=4,
+            enable_fp_fusion=FP_CONTRACTION,
+        )
