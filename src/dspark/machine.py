@@ -38,12 +38,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("dspark")
 
-Bits16 = npt.NDArray[np.uint16]
-Bits32 = npt.NDArray[np.uint32]
+_Bits16 = npt.NDArray[np.uint16]
+_Bits32 = npt.NDArray[np.uint32]
 
 # The class of a decorated kernel under the interpreter, by name: where Triton compiles, its module is not imported.
 _INTERPRETED = "InterpretedFunction"
-# The one function of triton/runtime/interpreter.py that all of its conversions between floating formats go through.
+# The one function of triton/runtime/interpreter.py that converts fp32 to bf16 and back, for casts, loads and stores.
 _PATCH_POINT = "_convert_float"
 _MARK = "rounds_bf16_to_nearest_even"
 
@@ -273,9 +273,9 @@ def _corrected(stock: Callable[..., Any]) -> Callable[..., Any]:
     return convert_float
 
 
-def _fp32_to_bf16(values: npt.NDArray[Any], truncate: bool) -> Bits16:
+def _fp32_to_bf16(values: npt.NDArray[Any], truncate: bool) -> _Bits16:
     """bf16 patterns of fp32 ``values``, to nearest even or towards zero; a NaN is made quiet and keeps its sign."""
-    bits: Bits32 = np.asarray(values).view(np.uint32)
+    bits: _Bits32 = np.asarray(values).view(np.uint32)
     magnitude = bits & 0x7FFFFFFF
     # Half an ulp, less the tie that must go down. It carries through exponents, from subnormals up to infinity.
     bias = 0 if truncate else 0x7FFF + ((magnitude >> 16) & 1)
@@ -283,6 +283,6 @@ def _fp32_to_bf16(values: npt.NDArray[Any], truncate: bool) -> Bits16:
     return np.asarray(rounded | ((bits >> 16) & 0x8000)).astype(np.uint16)
 
 
-def _bf16_to_fp32(patterns: npt.NDArray[Any]) -> Bits32:
+def _bf16_to_fp32(patterns: npt.NDArray[Any]) -> _Bits32:
     """fp32 patterns of bf16 ``patterns``: bf16 is the upper half of fp32, so this is exact, payloads included."""
     return np.asarray(patterns).view(np.uint16).astype(np.uint32) << np.uint32(16)

@@ -86,7 +86,8 @@ def qk_norm_rope_kernel(
         head_live = head_in_part < NUM_Q
         heads = head_in_part
 
-    i = tl.arange(0, BLOCK_HALF)
+    # Columns are 64-bit because they are multiplied by the strides of the weights.
+    i = tl.arange(0, BLOCK_HALF).to(tl.int64)
     half_live = i < HALF
     if NEOX:
         first, second = i, i + HALF
@@ -99,7 +100,7 @@ def qk_norm_rope_kernel(
     x2 = tl.load(head_ptr + second[None, None, :], mask=pair_live, other=0.0).to(tl.float32)
     sum_of_squares = tl.sum(x1 * x1, axis=2) + tl.sum(x2 * x2, axis=2)
     if PASSED > 0:
-        j = tl.arange(0, BLOCK_PASSED)
+        j = tl.arange(0, BLOCK_PASSED).to(tl.int64)
         passed = j + 2 * HALF
         passed_live = live & (j < PASSED)[None, None, :]
         xp = tl.load(head_ptr + passed[None, None, :], mask=passed_live, other=0.0).to(tl.float32)
@@ -122,8 +123,8 @@ def qk_norm_rope_kernel(
     y2 = normed(x2, inverse, w2[None, None, :])
     angle_ptr = table_ptr + positions[:, None] * table_stride + i[None, :]
     angle_live = row_live[:, None] & half_live[None, :]
-    cos = tl.load(angle_ptr, mask=angle_live, other=0.0)[:, None, :]
-    sin = tl.load(angle_ptr + HALF, mask=angle_live, other=0.0)[:, None, :]
+    cos = tl.load(angle_ptr, mask=angle_live, other=0.0).to(tl.float32)[:, None, :]
+    sin = tl.load(angle_ptr + HALF, mask=angle_live, other=0.0).to(tl.float32)[:, None, :]
     tl.store(head_ptr + first[None, None, :], (y1 * cos - y2 * sin).to(tl.bfloat16), mask=pair_live)
     tl.store(head_ptr + second[None, None, :], (y2 * cos + y1 * sin).to(tl.bfloat16), mask=pair_live)
     if PASSED > 0:

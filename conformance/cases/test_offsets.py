@@ -1,0 +1,121 @@
+"""Offsets beyond int32, in every stride of every kernel (faults 0.4, F2-10, F4-8)."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from dspark.ops import compute_dflash_correct_drafts_and_bonus, table_qk_norm_rope_
+
+from ..fixtures import vast
+from ..fixtures.calls import accept, qk_norm_rope
+from ..fixtures.guard import Arena, to_bits
+from ..fixtures.ledger import Label, expect_equal
+from ..fixtures.oracles.rotary import table_rows
+from ..fixtures.streams import Stream
+
+PATHS = ("fused", "eager")
+FAR = 1 << 30
+ROW_STRIDES = {"divisible-by-16": FAR, "odd": FAR + 1, "beyond-int32": (1 << 31) + 48}
+
+
+@pytest.fixture(autouse=True)
+def _released() -> Iterator[None]:
+    """Give the mapping back before the next case asks for one."""
+    yield
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("argument", ["rows", "columns"])
+def test_accept(argument: str, path: str, arena: Arena) -> None:
+    label = Label(accept.OP, path)
+    target = np.array([[1, 2, 3], [4, 5, 6], [7, 8, 9]])
+    candidates = np.array([[0, 1, 2], [0, 4, 9], [0, 7, 8]])
+    strides = (FAR, 1) if argument == "rows" else (1, FAR)
+    far = vast.place(candidates, torch.int8, strides, arena.device)
+    call = accept.Call(candidates, target)
+    accept.expect_results(
+        call,
+        label,
+        lambda: compute_dflash_correct_drafts_and_bonus(
+            candidates=far.view, target_predict=torch.from_numpy(target).to(arena.device), path=path
+        ),
+    )
+    far = vast.place(target, torch.int8, strides, arena.device)
+    accept.expect_results(
+        call,
+        label,
+        lambda: compute_dflash_correct_drafts_and_bonus(
+            candidates=torch.from_numpy(candidates).to(arena.device), target_predict=far.view, path=path
+        ),
+    )
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_accept_verify_lens(path: str, arena: Arena) -> None:
+    lens = np.array([3, 2, 1])
+    target = np.tile(np.array([5, 6, 7]), (3, 1))
+    candidates = np.tile(np.array([0, 5, 6]), (3, 1))
+    far = vast.place(lens, torch.int8, (FAR,), arena.device)
+    accept.expect_results(
+        accept.Call(candidates, target, lens),
+        Label(accept.OP, path),
+        lambda: compute_dflash_correct_drafts_and_bonus(
+            candidates=torch.from_numpy(candidates).to(arena.device),
+            target_predict=torch.from_numpy(target).to(arena.device),
+            verify_lens=far.view,
+            path=path,
+        ),
+    )
+
+
+def small_call() -> qk_norm_rope.Call:
+    """Three rows of two heads of four elements: index 2 or 3 times 2^30 is beyond int32 in every argument."""
+    call = qk_norm_rope.random_call(Stream("offsets"), 3, 1, 1, 4, table_rows=3)
+    return replace(call, positions=np.array([2, 1, 2]), rows=call.rows[:, :12])
+
+
+def far_call(argument: str, stride: int, path: str, device: torch.device) -> tuple[qk_norm_rope.Call, torch.Tensor]:
+    """Make the call with one argument far apart; returns the call and the rows after it."""
+    call = small_call()
+    bf16, fp32 = torch.bfloat16, torch.float32
+    table = table_rows(np.arange(3), 4, call.theta)
+    bits = {
+        "qkv": (qk_norm_rope.bits_of(call.rows, bf16), bf16, (stride, 1)),
+        "positions": (call.positions, torch.int32, (stride,)),
+        "q_weight": (qk_norm_rope.bits_of(call.q_weight, bf16), bf16, (stride,)),
+        "k_weight": (qk_norm_rope.bits_of(call.k_weight, bf16), bf16, (stride,)),
+        "cos_sin_cache": (qk_norm_rope.bits_of(table.astype(np.float64), fp32), fp32, (stride, 1)),
+    }
+    arena = Arena(device)
+    tensors = {name: arena.place(name, *bits[name][:2]) for name in bits if name != argument}
+    far = vast.place(*bits[argument], device)
+    tensors[argument] = far.view
+    table_qk_norm_rope_(**tensors, num_q_heads=1, num_k_heads=1, head_dim=4, eps=call.eps, path=path)  # type: ignore[arg-type]
+    far.verify(Label(qk_norm_rope.OP, path), argument)
+    return call, tensors["qkv"]
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("argument", ["qkv", "positions", "q_weight", "k_weight", "cos_sin_cache"])
+def test_qk_norm_rope(argument: str, path: str, arena: Arena) -> None:
+    call, rows = far_call(argument, FAR, path, arena.device)
+    qk_norm_rope.judge_rows(call, Label(qk_norm_rope.OP, path), to_bits(rows))
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("stride", ROW_STRIDES)
+def test_qk_norm_rope_row_stride(stride: str, path: str, arena: Arena) -> None:
+    """Strides of 1, of multiples of 16 and beyond int32 are compiled as different specialisations."""
+    call, rows = far_call("qkv", ROW_STRIDES[stride], path, arena.device)
+    qk_norm_rope.judge_rows(call, Label(qk_norm_rope.OP, path), to_bits(rows))
+    before = qk_norm_rope.bits_of(call.rows, torch.bfloat16)
+    expect_equal(Label(qk_norm_rope.OP, path), "V columns", to_bits(rows)[:, 8:], before[:, 8:])
