@@ -13,7 +13,7 @@ import torch
 
 from dspark.ops import table_qk_norm_rope_
 
-from ..fixtures.calls.qk_norm_rope import OP, Call, base, bits_of, random_call, run
+from ..fixtures.calls.qk_norm_rope import OP, Call, random_call, run
 from ..fixtures.emulation import BF16, decode, encode, round_to
 from ..fixtures.envelope import norm
 from ..fixtures.guard import Arena
@@ -256,10 +256,3 @@ def test_parameters_that_require_grad_are_served_without_grad_mode(path: str, ar
             table_qk_norm_rope_(**{**call, "q_weight": weight, "path": path})
         results.append(call["qkv"].float().cpu().numpy().tolist())
     expect_equal(label, "result", results[1], results[0])
-
-
-def test_base_call_bits_are_members_of_their_format() -> None:
-    """The eager result of fp16 rows is judged in fp16: the inputs must be fp16 values."""
-    call = base()
-    bits = bits_of(call.rows, torch.float16)
-    expect_equal(Label(OP, "checks"), "dtype of fp16 bits", bits.dtype, np.dtype(np.uint16))
