@@ -3,6 +3,7 @@ warning, and the error in strict mode (CONTRACTS.md section 9; faults F5-1, F5-5
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from dspark import dispatch
 
 from ..fixtures.calls import OPS
 from ..fixtures.guard import Arena
-from ..fixtures.ledger import Label, expect_decision, expect_equal, expect_raises
+from ..fixtures.ledger import Label, expect_decision, expect_equal, expect_raises, expect_refused
 from ..fixtures.violations import MACHINE
 
 Violation = Callable[[Any], Any]
@@ -33,8 +34,15 @@ def violations(module: ModuleType) -> dict[str, Violation]:
     return {**on_machine, **module.VIOLATIONS}
 
 
-def declared(op: str) -> dict[str, dispatch.Check]:
-    return {check.id: check for check in dispatch.registry()[op]}
+def declared(op: str, path: dispatch.Path = dispatch.Path.FUSED) -> dict[str, dispatch.Check]:
+    """The checks of ``op`` that ``path`` needs."""
+    return {check.id: check for check in dispatch.registry()[op] if check.path is path}
+
+
+def refusals(module: ModuleType) -> dict[str, Violation]:
+    """Check id -> change of a call that the eager path cannot serve."""
+    found: dict[str, Violation] = getattr(module, "REFUSALS", {})
+    return found
 
 
 SINGLES = [(op, check) for op, module in OPS.items() for check in violations(module)]
@@ -43,6 +51,8 @@ SINGLES = [(op, check) for op, module in OPS.items() for check in violations(mod
 @pytest.mark.parametrize("op", OPS)
 def test_every_check_has_a_violation_and_every_violation_a_check(op: str) -> None:
     expect_equal(Label(op, "checks"), "check ids", sorted(violations(OPS[op])), sorted(declared(op)))
+    of_eager = sorted(declared(op, dispatch.Path.EAGER))
+    expect_equal(Label(op, "checks"), "check ids of the eager path", sorted(refusals(OPS[op])), of_eager)
 
 
 @pytest.mark.parametrize(("op", "check"), SINGLES, ids=[f"{op}/{check}" for op, check in SINGLES])
@@ -79,7 +89,7 @@ def test_strict_mode_refuses(op: str, check: str, how: str, arena: Arena) -> Non
     error = expect_raises(
         Label(op, "strict"), dispatch.FallbackError, [op, check, declared(op)[check].requires], strict
     )
-    expect_equal(Label(op, "strict"), "reasons in the error", error.decision.reasons, (check,))
+    expect_refused(Label(op, "strict"), error, [check])
     arena.verify(Label(op, "strict"))
     expect_equal(Label(op, "strict"), "census of a refused call", dispatch.census(), {})
 
@@ -141,3 +151,31 @@ def test_pairs_of_violations_are_all_named(op: str, lane: Any, arena: Arena) -> 
         expect_decision(label, outcomes, "eager", expected_reasons(op, set(pair)))
 
     check()
+
+
+REFUSED = [(op, check) for op, module in OPS.items() for check in refusals(module)]
+
+
+@pytest.mark.parametrize(("op", "check"), REFUSED, ids=[f"{op}/{check}" for op, check in REFUSED])
+def test_what_no_path_can_serve_is_refused(op: str, check: str, arena: Arena) -> None:
+    """Fused serves it; eager, asked for or fallen back to, refuses and writes nothing."""
+    module = OPS[op]
+    call = refusals(module)[check](module.base())
+    label = Label(op, "refused")
+    with dispatch.observed() as outcomes:
+        module.run(call, Label(op, "fused"), arena, None)
+    expect_decision(Label(op, "fused"), outcomes, "fused", [])
+    requires = declared(op, dispatch.Path.EAGER)[check].requires
+    untouched = Arena(arena.device)
+    asked = expect_raises(
+        label, dispatch.FallbackError, [op, check, requires], lambda: module.run(call, label, untouched, "eager")
+    )
+    expect_refused(label, asked, [check])
+    visible = {id: change for id, change in violations(module).items() if id not in module.UNSEEN[check]}
+    for violated, change in visible.items():
+        names = [op, check, violated, "any path"]
+        broken = functools.partial(module.run, change(call), label, untouched, None)
+        error = expect_raises(label, dispatch.FallbackError, names, broken)
+        expect_refused(label, error, [violated, check])
+    untouched.verify(label)
+    expect_equal(label, "calls counted", sum(dispatch.census().values()), 1)

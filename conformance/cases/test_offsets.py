@@ -10,10 +10,16 @@ import numpy as np
 import pytest
 import torch
 
-from dspark.ops import compute_dflash_correct_drafts_and_bonus, table_qk_norm_rope_
+from dspark.ops import (
+    KVPoolTable,
+    compute_dflash_correct_drafts_and_bonus,
+    fused_kv_norm_rope_write,
+    table_qk_norm_rope_,
+)
 
 from ..fixtures import vast
-from ..fixtures.calls import accept, qk_norm_rope
+from ..fixtures.calls import accept, kv_write, qk_norm_rope
+from ..fixtures.calls.layout import bits_of
 from ..fixtures.guard import Arena, to_bits
 from ..fixtures.ledger import Label, expect_equal
 from ..fixtures.oracles.rotary import table_rows
@@ -89,11 +95,11 @@ def far_call(argument: str, stride: int, path: str, device: torch.device) -> tup
     bf16, fp32 = torch.bfloat16, torch.float32
     table = table_rows(np.arange(3), 4, call.theta)
     bits = {
-        "qkv": (qk_norm_rope.bits_of(call.rows, bf16), bf16, (stride, 1)),
+        "qkv": (bits_of(call.rows, bf16), bf16, (stride, 1)),
         "positions": (call.positions, torch.int32, (stride,)),
-        "q_weight": (qk_norm_rope.bits_of(call.q_weight, bf16), bf16, (stride,)),
-        "k_weight": (qk_norm_rope.bits_of(call.k_weight, bf16), bf16, (stride,)),
-        "cos_sin_cache": (qk_norm_rope.bits_of(table.astype(np.float64), fp32), fp32, (stride, 1)),
+        "q_weight": (bits_of(call.q_weight, bf16), bf16, (stride,)),
+        "k_weight": (bits_of(call.k_weight, bf16), bf16, (stride,)),
+        "cos_sin_cache": (bits_of(table.astype(np.float64), fp32), fp32, (stride, 1)),
     }
     arena = Arena(device)
     tensors = {name: arena.place(name, *bits[name][:2]) for name in bits if name != argument}
@@ -117,5 +123,69 @@ def test_qk_norm_rope_row_stride(stride: str, path: str, arena: Arena) -> None:
     """Strides of 1, of multiples of 16 and beyond int32 are compiled as different specialisations."""
     call, rows = far_call("qkv", ROW_STRIDES[stride], path, arena.device)
     qk_norm_rope.judge_rows(call, Label(qk_norm_rope.OP, path), to_bits(rows))
-    before = qk_norm_rope.bits_of(call.rows, torch.bfloat16)
+    before = bits_of(call.rows, torch.bfloat16)
     expect_equal(Label(qk_norm_rope.OP, path), "V columns", to_bits(rows)[:, 8:], before[:, 8:])
+
+
+def far_kv_call(argument: str, strides: tuple[int, ...], path: str, device: torch.device) -> None:
+    """kv_write with one argument far apart: three rows, three layers, one head of four elements."""
+    call = kv_write.random_call(Stream("offsets/kv"), 3, 3, 1, 4, table_rows=3, pool_rows=3)
+    call = replace(
+        call, positions=np.array([2, 1, 2]), locs=np.array([2, 0, 1]), commit_lens=np.array([1, 1, 1]), width=1
+    )
+    layered = len(strides) == 3 and argument == "kv"
+    rows = call.kv.reshape(3, 3, 8).transpose(1, 0, 2) if layered else call.kv.reshape(3, 24)
+    bf16, fp32, fixed = torch.bfloat16, torch.float32, np.ascontiguousarray
+    table = table_rows(np.arange(3), 4, call.theta).astype(np.float64)
+    plain: dict[str, tuple[np.ndarray, torch.dtype]] = {
+        "kv": (bits_of(fixed(rows), bf16), bf16),
+        "k_norm_weights": (bits_of(call.weights, bf16), bf16),
+        "cos_sin_cache": (bits_of(table, fp32), fp32),
+        "positions": (call.positions, torch.int32),
+        "locs": (call.locs, torch.int32),
+        "commit_lens": (np.array([1, 1, 1]), torch.int32),
+    }
+    empty = np.zeros((3, 1, 4), np.uint16)
+    arena, label = Arena(device), Label(kv_write.OP, path)
+    tensors = {name: arena.place(name, *value) for name, value in plain.items() if name != argument}
+    pools = [[arena.place("pool", empty, bf16, writes=empty == 0) for _ in range(2)] for _ in range(3)]
+    if argument == "pool":
+        far = vast.place(empty, bf16, strides, device)
+        pools[1][0] = far.view
+    else:
+        far = vast.place(*plain[argument], strides, device)
+        tensors[argument] = far.view
+    fused_kv_norm_rope_write(
+        **tensors,  # type: ignore[arg-type]
+        meta=KVPoolTable([k for k, _ in pools], [v for _, v in pools]),
+        num_layers=3,
+        kv_size=4,
+        head_dim=4,
+        eps=call.eps,
+        locs_row_width=1,
+        path=path,
+    )
+    kv_write.judge_pools(call, label, [[to_bits(part) for part in layer] for layer in pools])
+    far.verify(label, argument)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    ("argument", "strides"),
+    [
+        ("kv", (FAR, 1)),
+        ("kv", (FAR, 8, 1)),
+        ("kv", (24, FAR, 1)),
+        ("k_norm_weights", (FAR, 1)),
+        ("k_norm_weights", (1, FAR)),
+        ("cos_sin_cache", (FAR, 1)),
+        ("positions", (FAR,)),
+        ("locs", (FAR,)),
+        ("commit_lens", (FAR,)),
+        ("pool", (FAR, 4, 1)),
+        ("pool", (FAR + 1, 4, 1)),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "x".join(map(str, value)),
+)
+def test_kv_write(argument: str, strides: tuple[int, ...], path: str, arena: Arena) -> None:
+    far_kv_call(argument, strides, path, arena.device)

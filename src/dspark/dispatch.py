@@ -60,18 +60,20 @@ def parse_mode(value: str, source: str) -> Mode:
 
 @dataclass(frozen=True)
 class Check:
-    """One condition that the fused path of an operation needs and that its eager path does not.
+    """One condition that one path of an operation needs and that the other does not.
 
     id: short slug, e.g. ``qkv-dtype``; it is the reason in the census.
     requires: a sentence that tells a person what to change.
     holds: facts of the call -> (whether the condition holds, the value that was looked at).
     after: ids of earlier checks of the same operation; when one of them failed, this check is not evaluated.
+    path: the path that needs the condition: the fused one, except where only the fused path can serve a kind of call.
     """
 
     id: str
     requires: str
     holds: Callable[[Any], tuple[bool, Hashable]]
     after: tuple[str, ...] = ()
+    path: Path = Path.FUSED
 
 
 @dataclass(frozen=True)
@@ -87,11 +89,16 @@ class Failure:
 
 @dataclass(frozen=True)
 class Decision:
-    """The path that the facts of a call allow, and every check that forbids the fused one."""
+    """The path that the facts of a call allow, and every check that forbids a path.
+
+    path: fused where nothing forbids it, else eager where nothing forbids that, else None: no path can serve the call.
+    failed: what forbids the fused path. eager_failed: what forbids the eager one (almost always nothing).
+    """
 
     op: str
-    path: Path
+    path: Path | None
     failed: tuple[Failure, ...]
+    eager_failed: tuple[Failure, ...] = ()
 
     @property
     def reasons(self) -> tuple[str, ...]:
@@ -115,12 +122,13 @@ class CensusKey(NamedTuple):
 
 
 class FallbackError(RuntimeError):
-    """The fused path was asked for and the call is not eligible; the message lists every reason."""
+    """The path that was asked for, or every path, is not eligible; the message lists every reason."""
 
-    def __init__(self, decision: Decision) -> None:
+    def __init__(self, decision: Decision, asked: str, failed: tuple[Failure, ...]) -> None:
         self.decision = decision
-        reasons = "; ".join(str(failure) for failure in decision.failed)
-        super().__init__(f"{decision.op}: the fused path was requested and is not eligible: {reasons}")
+        self.reasons = tuple(failure.check.id for failure in failed)
+        listed = "; ".join(str(failure) for failure in failed)
+        super().__init__(f"{decision.op}: {asked} is not eligible: {listed}")
 
 
 _mode = parse_mode(os.environ.get("DSPARK_DISPATCH", Mode.AUTO), "DSPARK_DISPATCH")
@@ -165,7 +173,7 @@ def decide(op: str, facts: Hashable) -> Decision:
 
     ``failed`` carries every failing check, except those whose prerequisite in ``after`` failed.
     """
-    failed: list[Failure] = []
+    failed: dict[Path, list[Failure]] = {path: [] for path in Path}
     blocked: set[str] = set()
     for check in _registry[op]:
         if blocked.intersection(check.after):
@@ -174,20 +182,26 @@ def decide(op: str, facts: Hashable) -> Decision:
         holds, value = check.holds(facts)
         if not holds:
             blocked.add(check.id)
-            failed.append(Failure(check, value))
-    return Decision(op, Path.EAGER if failed else Path.FUSED, tuple(failed))
+            failed[check.path].append(Failure(check, value))
+    open_path = next((path for path in (Path.FUSED, Path.EAGER) if not failed[path]), None)
+    return Decision(op, open_path, tuple(failed[Path.FUSED]), tuple(failed[Path.EAGER]))
 
 
 def choose(op: str, facts: Hashable, path: str | None = None) -> Path:
     """The path that this call takes; counts it, and warns when a reason is new.
 
     path: the caller's ``path=`` argument, or None for the surrounding :func:`forced` block or the environment.
-    Raises ``ValueError`` for an unknown ``path``, :class:`FallbackError` when ``fused`` is asked for and not eligible.
+    Raises ``ValueError`` for an unknown ``path``, and :class:`FallbackError` when the path that is asked for, or every
+    path, is not eligible.
     """
     mode = parse_mode(path, "path") if path is not None else _forced.get() or _mode
     decision = decide(op, facts)
     if mode is Mode.FUSED and decision.failed:
-        raise FallbackError(decision)
+        raise FallbackError(decision, "the fused path, which was requested,", decision.failed)
+    if mode is Mode.EAGER and decision.eager_failed:
+        raise FallbackError(decision, "the eager path, which was requested,", decision.eager_failed)
+    if decision.path is None:
+        raise FallbackError(decision, "any path", decision.failed + decision.eager_failed)
     taken = Path.EAGER if mode is Mode.EAGER else decision.path
     _count(op, taken, (REQUESTED,) if mode is Mode.EAGER else decision.reasons or (ELIGIBLE,))
     if taken is Path.EAGER and mode is not Mode.EAGER:

@@ -92,6 +92,11 @@ def warmup(device: torch.device | str) -> None:
     word(torch.device(device))
 
 
+def debugging() -> bool:
+    """Whether ``DSPARK_DEBUG=1``: operations then also look for what costs time to find, e.g. duplicate rows."""
+    return _debug
+
+
 def set_where(bad: torch.Tensor, mask: int) -> None:
     """Set ``mask`` in the word of ``bad``'s device if any element of the bool tensor is true; no synchronisation."""
     bits = bad.any().to(torch.int64) * mask

@@ -79,11 +79,21 @@ def require_no_grad(**tensors: torch.Tensor | None) -> None:
 def require_writable(name: str, tensor: torch.Tensor) -> None:
     """Elements of an output must not share memory: a stride of 0 over more than one element is refused."""
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        if size > 1 and stride == 0:
+        if size > 1 and stride == 0 and tensor.numel():
             raise ValueError(
                 f"{name}: got strides {tensor.stride()} for shape {tuple(tensor.shape)}, "
                 "need one memory location per element"
             )
+
+
+def require_rotary_dim(rotary_dim: int | None, head_dim: int) -> int:
+    """R: ``rotary_dim``, or ``head_dim`` for None; even, 2..head_dim."""
+    if rotary_dim is None:
+        rotary_dim = head_dim
+    require_int("rotary_dim", rotary_dim, 2)
+    if rotary_dim % 2 or rotary_dim > head_dim:
+        raise ValueError(f"rotary_dim: got {rotary_dim}, need an even number of at most head_dim = {head_dim}")
+    return rotary_dim
 
 
 def require_int(name: str, value: object, low: int) -> int:

@@ -45,9 +45,7 @@ def table_qk_norm_rope_(
         ("head_dim", head_dim, 2),
     ):
         arguments.require_int(name, count, low)
-    rotary_dim = head_dim if rotary_dim is None else arguments.require_int("rotary_dim", rotary_dim, 2)
-    if rotary_dim % 2 or rotary_dim > head_dim:
-        raise ValueError(f"rotary_dim: got {rotary_dim}, need an even number of at most head_dim = {head_dim}")
+    rotary_dim = arguments.require_rotary_dim(rotary_dim, head_dim)
     arguments.require_rank("qkv", qkv, 2)
     arguments.require_dtype("qkv", qkv, arguments.ROW_DTYPES)
     packed = (num_q_heads + 2 * num_k_heads) * head_dim

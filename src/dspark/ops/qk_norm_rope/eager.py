@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from dspark import faults
-from dspark.ops.norm_rope import norm_heads, rotate_heads
+from dspark.ops.norm_rope.eager import norm_heads, rotate_heads
 from dspark.ops.qk_norm_rope.checks import POSITION_FAULT
 
 
@@ -40,5 +40,5 @@ def qk_norm_rope_eager(
         (heads[:, :num_q_heads], q_weight, q_eps),
         (heads[:, num_q_heads:], k_weight, k_eps),
     ):
-        rotated = rotate_heads(norm_heads(part, weight, eps), cos, sin, rotary_dim, is_neox_style)
+        rotated = rotate_heads(norm_heads(part, weight, eps, part.dtype), cos, sin, rotary_dim, is_neox_style)
         part.copy_(torch.where(bad[:, None, None], part, rotated))

@@ -21,18 +21,13 @@ import triton.language as tl
 
 from dspark import faults
 from dspark.ops.launch import launching, tile_elements
+from dspark.ops.norm_rope.kernel import inverse_rms, normed
 from dspark.ops.qk_norm_rope.checks import POSITION_FAULT
 
 GPU_TILE = 4096
 GPU_HEADS = 8
 INTERPRETER_TILE = 1 << 19
 FP_CONTRACTION = False
-
-
-@triton.jit
-def normed(x, inverse, weight):
-    """x * inv * w in fp32, rounded once to bf16, and back in fp32 for the rotation."""
-    return (x * inverse * weight).to(tl.bfloat16).to(tl.float32)
 
 
 @triton.jit
@@ -114,11 +109,7 @@ def qk_norm_rope_kernel(
         eps = q_eps
         w1 = tl.load(q_weight_ptr + first * q_weight_stride, mask=half_live, other=0.0).to(tl.float32)
         w2 = tl.load(q_weight_ptr + second * q_weight_stride, mask=half_live, other=0.0).to(tl.float32)
-    # Correctly rounded root and quotient: one each per head costs nothing beside the loads.
-    mean_square = tl.div_rn(sum_of_squares, tl.full(sum_of_squares.shape, HEAD_DIM, tl.float32))
-    root = tl.sqrt_rn(mean_square + eps)
-    inverse = tl.div_rn(tl.full(root.shape, 1.0, tl.float32), root)[:, :, None]
-
+    inverse = inverse_rms(sum_of_squares, HEAD_DIM, eps)[:, :, None]
     y1 = normed(x1, inverse, w1[None, None, :])
     y2 = normed(x2, inverse, w2[None, None, :])
     angle_ptr = table_ptr + positions[:, None] * table_stride + i[None, :]

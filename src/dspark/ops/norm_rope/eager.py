@@ -5,15 +5,15 @@ from __future__ import annotations
 import torch
 
 
-def norm_heads(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMS norm over the last dimension, in fp32, rounded once to the dtype of ``x``; the weight is applied before it.
+def norm_heads(x: torch.Tensor, weight: torch.Tensor, eps: float, dtype: torch.dtype) -> torch.Tensor:
+    """RMS norm over the last dimension, in fp32, rounded once to ``dtype``; the weight is applied before it.
 
-    x: ``[..., D]`` floating; weight: ``[D]`` floating. Returns ``[..., D]`` in the dtype of ``x``.
+    x: ``[..., D]`` floating; weight: ``[D]`` floating. Returns ``[..., D]`` in ``dtype``.
     """
     wide = x.to(torch.float32)
     mean_square = (wide * wide).sum(dim=-1, keepdim=True) / x.shape[-1]
     inverse = 1.0 / torch.sqrt(mean_square + eps)
-    return (wide * inverse * weight.to(torch.float32)).to(x.dtype)
+    return (wide * inverse * weight.to(torch.float32)).to(dtype)
 
 
 def rotate_heads(

@@ -1,0 +1,1 @@
+"""Index arithmetic that the interpreter and the compiler do alike."""

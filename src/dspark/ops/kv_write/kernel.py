@@ -1,0 +1,213 @@
+"""``kv_write`` as one Triton kernel for all layers.
+
+Grid: (token blocks, head blocks, layers). Tile, one program: BLOCK_TOKENS rows x BLOCK_HEADS heads of one layer.
+
+            kv[token, layer]                                         pools of the layer
+          +----------------------+---------------------+
+    K     |  x1 [R/2]   x2 [R/2] |  xp [D - R]         |  -> norm, rotate ->  K[loc]   (tile of qk_norm_rope)
+          +----------------------+---------------------+
+    V     |  raw bits [D]                              |  -> copied       ->  V[loc]
+          +--------------------------------------------+
+
+A row is skipped before anything of it is read: not committed, loc negative or reserved. Addresses and row strides of
+the pools come from an int64 [L, 4] table. Arithmetic is fp32; contraction is declared off.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from dspark import faults
+from dspark.ops.index_math.kernel import nonnegative_quotient
+from dspark.ops.kv_write.checks import LOC_FAULT, POSITION_FAULT
+from dspark.ops.kv_write.eager import RowRules
+from dspark.ops.launch import launching, tile_elements
+from dspark.ops.norm_rope.kernel import inverse_rms, normed
+
+GPU_TILE = 2048
+GPU_HEADS = 8
+INTERPRETER_TILE = 1 << 19
+FP_CONTRACTION = False
+
+
+@triton.jit
+def kv_write_kernel(
+    kv_ptr,
+    pools_ptr,
+    weights_ptr,
+    table_ptr,
+    positions_ptr,
+    locs_ptr,
+    commit_lens_ptr,
+    fault_ptr,
+    tokens,
+    row_width,
+    pool_rows,
+    reserved_rows,
+    table_rows,
+    kv_layer_stride,
+    kv_token_stride,
+    weights_layer_stride,
+    weights_stride,
+    table_stride,
+    positions_stride,
+    locs_stride,
+    commit_lens_stride,
+    eps,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    PASSED: tl.constexpr,
+    NEOX: tl.constexpr,
+    HAS_COMMIT_LENS: tl.constexpr,
+    HAS_POOL_ROWS: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_PASSED: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    LOC_FAULT_MASK: tl.constexpr,
+    POSITION_FAULT_MASK: tl.constexpr,
+):
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS).to(tl.int64)
+    named = rows < tokens
+    if HAS_COMMIT_LENS:
+        request = nonnegative_quotient(rows, row_width)
+        lens = tl.load(commit_lens_ptr + request * commit_lens_stride, mask=named, other=0).to(tl.int64)
+        named = named & (rows - request * row_width < lens)
+    locs = tl.load(locs_ptr + rows * locs_stride, mask=named, other=-1).to(tl.int64)
+    named = named & (locs >= 0) & (locs >= reserved_rows)
+    positions = tl.load(positions_ptr + rows * positions_stride, mask=named, other=0).to(tl.int64)
+    outside_table = named & ((positions < 0) | (positions >= table_rows))
+    fault_bits = tl.where(outside_table, POSITION_FAULT_MASK, 0).to(tl.int64)
+    row_live = named & (outside_table == 0)
+    if HAS_POOL_ROWS:
+        outside_pool = named & (locs >= pool_rows)
+        fault_bits = fault_bits | tl.where(outside_pool, LOC_FAULT_MASK, 0).to(tl.int64)
+        row_live = row_live & (outside_pool == 0)
+    if (tl.program_id(1) == 0) & (tl.program_id(2) == 0):
+        tl.atomic_or(fault_ptr + tl.zeros([BLOCK_TOKENS], tl.int64), fault_bits, mask=fault_bits != 0, sem="relaxed")
+
+    layer = tl.program_id(2).to(tl.int64)
+    k_pool = tl.load(pools_ptr + layer * 4).to(tl.int64).to(tl.pointer_type(tl.bfloat16))
+    v_pool = tl.load(pools_ptr + layer * 4 + 1).to(tl.int64).to(tl.pointer_type(tl.int16))
+    k_stride = tl.load(pools_ptr + layer * 4 + 2).to(tl.int64)
+    v_stride = tl.load(pools_ptr + layer * 4 + 3).to(tl.int64)
+
+    heads = tl.program_id(1).to(tl.int64) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS).to(tl.int64)
+    live = row_live[:, None, None] & (heads < NUM_HEADS)[None, :, None]
+    in_row = heads[None, :, None] * HEAD_DIM
+    source = kv_ptr + layer * kv_layer_stride + rows[:, None, None] * kv_token_stride + in_row
+    k_target = k_pool + locs[:, None, None] * k_stride + in_row
+    v_target = v_pool + locs[:, None, None] * v_stride + in_row
+
+    d = tl.arange(0, BLOCK_DIM)[None, None, :]
+    v_source = (source + NUM_HEADS * HEAD_DIM).to(tl.pointer_type(tl.int16), bitcast=True)
+    v_live = live & (d < HEAD_DIM)
+    v = tl.load(v_source + d, mask=v_live, other=0).to(tl.int16)
+    tl.store(v_target + d, v, mask=v_live)
+
+    # Columns are 64-bit because they are multiplied by the stride of the weights.
+    i = tl.arange(0, BLOCK_HALF).to(tl.int64)
+    half_live = i < HALF
+    if NEOX:
+        first, second = i, i + HALF
+    else:
+        first, second = 2 * i, 2 * i + 1
+    pair_live = live & half_live[None, None, :]
+    x1 = tl.load(source + first[None, None, :], mask=pair_live, other=0.0).to(tl.float32)
+    x2 = tl.load(source + second[None, None, :], mask=pair_live, other=0.0).to(tl.float32)
+    sum_of_squares = tl.sum(x1 * x1, axis=2) + tl.sum(x2 * x2, axis=2)
+    if PASSED > 0:
+        j = tl.arange(0, BLOCK_PASSED).to(tl.int64)
+        passed = j + 2 * HALF
+        passed_live = live & (j < PASSED)[None, None, :]
+        xp = tl.load(source + passed[None, None, :], mask=passed_live, other=0.0).to(tl.float32)
+        sum_of_squares += tl.sum(xp * xp, axis=2)
+    inverse = inverse_rms(sum_of_squares, HEAD_DIM, eps)[:, :, None]
+
+    weights = weights_ptr + layer * weights_layer_stride
+    w1 = tl.load(weights + first * weights_stride, mask=half_live, other=0.0).to(tl.float32)
+    w2 = tl.load(weights + second * weights_stride, mask=half_live, other=0.0).to(tl.float32)
+    y1 = normed(x1, inverse, w1[None, None, :])
+    y2 = normed(x2, inverse, w2[None, None, :])
+    angle_ptr = table_ptr + positions[:, None] * table_stride + i[None, :]
+    angle_live = row_live[:, None] & half_live[None, :]
+    cos = tl.load(angle_ptr, mask=angle_live, other=0.0).to(tl.float32)[:, None, :]
+    sin = tl.load(angle_ptr + HALF, mask=angle_live, other=0.0).to(tl.float32)[:, None, :]
+    tl.store(k_target + first[None, None, :], (y1 * cos - y2 * sin).to(tl.bfloat16), mask=pair_live)
+    tl.store(k_target + second[None, None, :], (y2 * cos + y1 * sin).to(tl.bfloat16), mask=pair_live)
+    if PASSED > 0:
+        wp = tl.load(weights + passed * weights_stride, mask=j < PASSED, other=0.0).to(tl.float32)
+        yp = normed(xp, inverse, wp[None, None, :])
+        tl.store(k_target + passed[None, None, :], yp.to(tl.bfloat16), mask=passed_live)
+
+
+def kv_write_fused(
+    kv: torch.Tensor,
+    pools: torch.Tensor,
+    k_norm_weights: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    rules: RowRules,
+    kv_size: int,
+    head_dim: int,
+    eps: float,
+    is_neox_style: bool,
+) -> None:
+    """See :func:`dspark.ops.fused_kv_norm_rope_write`; arguments are validated, eligible and not empty.
+
+    pools: the int64 ``[L, 4]`` pointer table on the device of ``kv``.
+    """
+    num_layers, tokens, num_heads = pools.shape[0], rules.locs.numel(), kv_size // head_dim
+    half = cos_sin_cache.shape[1] // 2
+    passed = head_dim - 2 * half
+    widest = triton.next_power_of_2(num_heads)
+    block_heads = min(widest, tile_elements(GPU_HEADS, widest))
+    row_elements = block_heads * triton.next_power_of_2(head_dim)
+    block_tokens = tile_elements(GPU_TILE, INTERPRETER_TILE) // row_elements
+    block_tokens = max(1, min(block_tokens, triton.next_power_of_2(tokens)))
+    layer_stride, token_stride = (kv.stride(0), kv.stride(1)) if kv.dim() == 3 else (2 * kv_size, kv.stride(0))
+    commit_lens = rules.commit_lens
+    fault_word = faults.word(kv.device)
+    with launching(kv.device):
+        kv_write_kernel[(triton.cdiv(tokens, block_tokens), triton.cdiv(num_heads, block_heads), num_layers)](
+            kv,
+            pools,
+            k_norm_weights,
+            cos_sin_cache,
+            rules.positions,
+            rules.locs,
+            commit_lens,
+            fault_word,
+            tokens,
+            rules.row_width or 1,
+            rules.pool_rows or 0,
+            rules.reserved_rows,
+            rules.table_rows,
+            layer_stride,
+            token_stride,
+            *k_norm_weights.stride(),
+            cos_sin_cache.stride(0),
+            rules.positions.stride(0),
+            rules.locs.stride(0),
+            commit_lens.stride(0) if commit_lens is not None else 0,
+            eps,
+            NUM_HEADS=num_heads,
+            HEAD_DIM=head_dim,
+            HALF=half,
+            PASSED=passed,
+            NEOX=is_neox_style,
+            HAS_COMMIT_LENS=commit_lens is not None,
+            HAS_POOL_ROWS=rules.pool_rows is not None,
+            BLOCK_TOKENS=block_tokens,
+            BLOCK_HEADS=block_heads,
+            BLOCK_HALF=triton.next_power_of_2(half),
+            BLOCK_PASSED=triton.next_power_of_2(max(passed, 1)),
+            BLOCK_DIM=triton.next_power_of_2(head_dim),
+            LOC_FAULT_MASK=LOC_FAULT,
+            POSITION_FAULT_MASK=POSITION_FAULT,
+            num_warps=4,
+            enable_fp_fusion=FP_CONTRACTION,
+        )

@@ -1,0 +1,65 @@
+"""The K and V pools of all layers as one value: what both paths of ``kv_write`` write into."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from dspark import pointers
+from dspark.ops import arguments
+
+
+@dataclass(frozen=True, eq=False)
+class KVPoolTable:
+    """K and V pools of L layers, each ``[S, NK, D]``: one row per slot. Holds the tensors, so they stay alive.
+
+    The tensors share shape and device; dtype and strides are free (what the kernel needs is checked by the operation).
+    K and V may be interleaved views of one buffer. ``ValueError`` for ranks, shapes, devices or counts that differ, and
+    for elements that share memory.
+    """
+
+    keys: tuple[torch.Tensor, ...]
+    values: tuple[torch.Tensor, ...]
+
+    def __init__(self, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+        object.__setattr__(self, "keys", tuple(keys))
+        object.__setattr__(self, "values", tuple(values))
+        if len(self.keys) != len(self.values):
+            raise ValueError(f"values: got {len(self.values)} layers, need {len(self.keys)}, the layers of keys")
+        tensors = {f"{name}[{layer}]": tensor for name, pools in self._named() for layer, tensor in enumerate(pools)}
+        for name, tensor in tensors.items():
+            arguments.require_rank(name, tensor, 3)
+            arguments.require_shape(name, tensor, tuple(self.keys[0].shape), "[S, NK, D] of keys[0]")
+            arguments.require_writable(name, tensor)
+        if tensors:
+            arguments.require_one_device(**tensors)
+
+    def _named(self) -> tuple[tuple[str, tuple[torch.Tensor, ...]], ...]:
+        return (("keys", self.keys), ("values", self.values))
+
+    @property
+    def num_layers(self) -> int:
+        """L."""
+        return len(self.keys)
+
+    @property
+    def rows(self) -> int:
+        """S; 0 without layers."""
+        return self.keys[0].shape[0] if self.keys else 0
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """The distinct dtypes, in order of appearance."""
+        return tuple(dict.fromkeys(tensor.dtype for tensor in self.keys + self.values))
+
+    @property
+    def inner_strides(self) -> tuple[tuple[int, int], ...]:
+        """The distinct (head, element) strides, in order of appearance."""
+        return tuple(dict.fromkeys((tensor.stride(1), tensor.stride(2)) for tensor in self.keys + self.values))
+
+    def pointer_table(self, device: torch.device) -> torch.Tensor:
+        """int64 ``[L, 4]`` on ``device``: K address, V address, K row stride, V row stride (in elements)."""
+        layers = zip(self.keys, self.values, strict=True)
+        return pointers.table([(k.data_ptr(), v.data_ptr(), k.stride(0), v.stride(0)) for k, v in layers], device)
