@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -60,12 +61,23 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: arguments.require_dtype("ids", zeros(1, dtype=torch.uint8), arguments.SIGNED_DTYPES),
         "ids: got uint8, need one of int8, int16, int32, int64",
     ),
+    "floating/int": (
+        lambda: arguments.require_floating("qkv", zeros(1)),
+        "qkv: got int64, need a floating dtype",
+    ),
+    **{
+        f"eps/{value!r}": (
+            lambda value=value: arguments.require_eps("eps", value),
+            f"eps: got {value!r}, need a finite number >= 0",
+        )
+        for value in (-1e-6, float("nan"), float("inf"), -float("inf"), True, "1e-6", None)
+    },
     "device/second": (
         lambda: arguments.require_one_device(first=zeros(1), second=zeros(1).to("meta")),
         "second: got device meta, need cpu, the device of first",
     ),
     "device/third-after-none": (
-        lambda: arguments.require_one_device(a=None, b=zeros(1).to("meta"), c=None, d=zeros(1)),
+        lambda: arguments.require_one_device(a=None, b=zeros(1).to("meta"), c=zeros(1).to("meta"), d=zeros(1)),
         "d: got device cpu, need meta, the device of b",
     ),
     "grad/second": (
@@ -79,6 +91,40 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "writable/expanded-column": (
         lambda: arguments.require_writable("qkv", zeros(3, 1).expand(3, 4)),
         "qkv: got strides (1, 0) for shape (3, 4), need one memory location per element",
+    ),
+    "rotary-dim/odd": (
+        lambda: arguments.require_rotary_dim(63, 128),
+        "rotary_dim: got 63, need an even number of at most head_dim = 128",
+    ),
+    "rotary-dim/beyond-the-head": (
+        lambda: arguments.require_rotary_dim(130, 128),
+        "rotary_dim: got 130, need an even number of at most head_dim = 128",
+    ),
+    "rotary-dim/odd-head": (
+        lambda: arguments.require_rotary_dim(None, 65),
+        "rotary_dim: got 65, need an even number of at most head_dim = 65",
+    ),
+    "rotary-dim/zero": (lambda: arguments.require_rotary_dim(0, 128), "rotary_dim: got 0, need an int >= 2"),
+    "rotary-dim/float": (lambda: arguments.require_rotary_dim(64.0, 128), "rotary_dim: got 64.0, need an int >= 2"),  # type: ignore[arg-type]
+    "window/F1-20": (
+        lambda: arguments.require_window("commit_lens", zeros(3), 8, 23),
+        "commit_lens: got 3 requests of width 8, need B * W = 23 rows",
+    ),
+    "window/no-request": (
+        lambda: arguments.require_window("commit_lens", zeros(0), 8, 8),
+        "commit_lens: got 0 requests of width 8, need B * W = 8 rows",
+    ),
+    "window/width": (
+        lambda: arguments.require_window("commit_lens", zeros(3), 0, 0),
+        "locs_row_width: got 0, need an int >= 1",
+    ),
+    "window/rank": (
+        lambda: arguments.require_window("commit_lens", zeros(3, 1), 8, 24),
+        "commit_lens: got shape (3, 1), need 1 dimension",
+    ),
+    "window/dtype": (
+        lambda: arguments.require_window("commit_lens", zeros(3, dtype=torch.int16), 8, 24),
+        "commit_lens: got int16, need one of int32, int64",
     ),
     "int/too-small": (lambda: arguments.require_int("width", 0, 1), "width: got 0, need an int >= 1"),
     "int/bool": (lambda: arguments.require_int("width", True, 1), "width: got True, need an int >= 1"),
@@ -103,12 +149,20 @@ ACCEPTED: dict[str, Callable[[], Any]] = {
         arguments.require_dtype("ids", zeros(1, dtype=dtype), arguments.SIGNED_DTYPES)
         for dtype in (torch.int8, torch.int16, torch.int32, torch.int64)
     ].clear(),
+    "floating": lambda: [
+        arguments.require_floating("qkv", zeros(1, dtype=dtype))
+        for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+    ].clear(),
     "device": lambda: arguments.require_one_device(first=zeros(1), second=None, third=zeros(1)),
     "grad/none": lambda: arguments.require_no_grad(kv=zeros(1), weight=None),
     "grad/detached": lambda: arguments.require_no_grad(weight=leaf().detach()),
     "grad/off": torch.no_grad()(lambda: arguments.require_no_grad(weight=leaf())),
     "writable/strided": lambda: arguments.require_writable("qkv", zeros(3, 8)[:, ::2].t()),
     "writable/one-element-rows": lambda: arguments.require_writable("qkv", zeros(1, 4).expand(1, 4)),
+    "writable/expanded-over-nothing": lambda: arguments.require_writable("qkv", zeros(0, 1).expand(0, 4)),
+    "window": lambda: arguments.require_window("commit_lens", zeros(3), 8, 24),
+    "window/int32": lambda: arguments.require_window("commit_lens", zeros(3, dtype=torch.int32), 1, 3),
+    "window/empty": lambda: arguments.require_window("commit_lens", zeros(0), 8, 0),
     "writable/stride-0-over-one-element": lambda: arguments.require_writable(
         "qkv", zeros(4).as_strided((1, 4), (0, 1))
     ),
@@ -131,3 +185,15 @@ def test_good_arguments_pass(case: str) -> None:
 @pytest.mark.parametrize(("value", "low"), [(1, 1), (0, 0), (-3, -3), (1 << 40, 1)])
 def test_a_good_int_is_returned(value: int, low: int) -> None:
     assert arguments.require_int("width", value, low) == value
+
+
+@pytest.mark.parametrize("value", [0, 0.0, 1, 1e-6, 1e-5, 1e-24, 3.0e38])
+def test_a_good_eps_is_returned_as_fp32(value: float) -> None:
+    assert arguments.require_eps("eps", value) == float(np.float32(value))
+
+
+@pytest.mark.parametrize(
+    ("rotary_dim", "head_dim", "rotated"), [(None, 64, 64), (64, 64, 64), (64, 128, 64), (2, 128, 2)]
+)
+def test_a_good_rotary_dim_is_returned(rotary_dim: int | None, head_dim: int, rotated: int) -> None:
+    assert arguments.require_rotary_dim(rotary_dim, head_dim) == rotated

@@ -29,9 +29,9 @@ Declare = Callable[..., str]
 NOTHING: Facts = frozenset()
 
 
-def check(id: str, *after: str) -> Check:
+def check(id: str, *after: str, path: dispatch.Path = dispatch.Path.FUSED) -> Check:
     """A check that the facts violate by naming it; the value that it looked at names it too."""
-    return Check(id, f"put {id} right", lambda facts: (id not in facts, f"{id}-value"), after)
+    return Check(id, f"put {id} right", lambda facts: (id not in facts, f"{id}-value"), after, path)
 
 
 @pytest.fixture
@@ -251,10 +251,80 @@ def test_strict_mode_lists_every_reason_and_counts_nothing(declare: Declare, cap
     assert (dispatch.census(), outcomes, warnings_of(caplog)) == ({}, [], [])
 
 
-def test_the_strict_error_survives_a_process_boundary() -> None:
-    decision = dispatch.Decision("op", dispatch.Path.EAGER, (dispatch.Failure(Check("a", "put it right", len), 0),))
-    copy = pickle.loads(pickle.dumps(FallbackError(decision)))
-    assert (copy.decision, str(copy)) == (decision, str(FallbackError(decision)))
+def never(facts: Facts) -> tuple[bool, int]:
+    return False, len(facts)
+
+
+def test_the_strict_error_survives_a_process_boundary(declare: Declare) -> None:
+    op = declare(Check("a", "put it right", never), Check("b", "put it right too", never))
+    with pytest.raises(FallbackError) as refused:
+        choose(op, NOTHING, "fused")
+    copy = pickle.loads(pickle.dumps(refused.value))
+    assert (copy.decision, copy.reasons, str(copy)) == (refused.value.decision, ("a", "b"), str(refused.value))
+
+
+# --- checks that the eager path needs ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def one_way(declare: Declare) -> str:
+    """An operation whose fused path needs ``a`` and ``b`` and whose eager path needs ``e``."""
+    return declare(check("a"), check("e", path=dispatch.Path.EAGER), check("b"))
+
+
+@pytest.mark.parametrize(
+    ("violated", "path", "failed", "eager_failed"),
+    [
+        ("", "fused", "", ""),
+        ("e", "fused", "", "e"),
+        ("b", "eager", "b", ""),
+        ("abe", None, "ab", "e"),
+    ],
+)
+def test_a_decision_tells_the_two_paths_apart(
+    one_way: str, violated: str, path: str | None, failed: str, eager_failed: str
+) -> None:
+    decision = decide(one_way, frozenset(violated))
+    assert (decision.path, decision.reasons) == (path, tuple(failed))
+    assert [failure.check.id for failure in decision.eager_failed] == list(eager_failed)
+
+
+@pytest.mark.parametrize(
+    ("violated", "asked", "reasons", "subject"),
+    [
+        ("e", "eager", "e", "the eager path, which was requested,"),
+        ("ae", "eager", "e", "the eager path, which was requested,"),
+        ("abe", "fused", "ab", "the fused path, which was requested,"),
+        ("abe", "auto", "abe", "any path"),
+    ],
+    ids=["eager", "eager-whatever-fused-needs", "fused", "auto"],
+)
+def test_what_no_path_can_serve_is_refused_with_its_reasons(
+    one_way: str, caplog: pytest.LogCaptureFixture, violated: str, asked: str, reasons: str, subject: str
+) -> None:
+    with observed() as outcomes, pytest.raises(FallbackError) as refused:
+        choose(one_way, frozenset(violated), asked)
+    assert sorted(refused.value.reasons) == list(reasons)
+    assert f"{one_way}: {subject} is not eligible: " in str(refused.value)
+    named = {part for part in "abe" if f"{part} (got '{part}-value'): put {part} right" in str(refused.value)}
+    assert named == set(reasons)
+    assert (dispatch.census(), outcomes, warnings_of(caplog)) == ({}, [], [])
+
+
+def test_a_failed_check_of_the_eager_path_leaves_the_fused_one_alone(
+    one_way: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert choose(one_way, frozenset("e")) == choose(one_way, frozenset("e"), "fused") == "fused"
+    assert dispatch.census() == {CensusKey(one_way, dispatch.Path.FUSED, "eligible"): 2}
+    assert warnings_of(caplog) == []
+
+
+@pytest.mark.parametrize(("first", "second"), [("eager", "fused"), ("fused", "eager")])
+def test_a_check_that_was_not_evaluated_opens_no_path(declare: Declare, first: str, second: str) -> None:
+    """``b`` comes after ``a``, which the other path needs: refused when registered, or when called."""
+    checks = (check("a", path=dispatch.Path(first)), check("b", "a", path=dispatch.Path(second)))
+    with pytest.raises((ValueError, FallbackError)):
+        choose(declare(*checks), frozenset("ab"))
 
 
 # --- choose: what is counted and said ---------------------------------------------------------------------------------

@@ -185,7 +185,9 @@ def plain(stream: Stream, count: int, dim: int, fmt: FloatFormat = BF16) -> Head
 
 
 def half_precision(stream: Stream, count: int, dim: int) -> Heads:
-    return plain(stream, count, dim, FP16)
+    """fp16, in half of the batches with weights that bring y to its overflow."""
+    heads = plain(stream, count, dim, FP16)
+    return replace(heads, weight=heads.weight * float(stream.choice([1, 2**15], 1)[0]))
 
 
 def outliers(stream: Stream, count: int, dim: int) -> Heads:

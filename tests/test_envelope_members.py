@@ -140,6 +140,22 @@ def test_the_interval_before_rounding_holds_the_bound_and_hardly_more(dim: int) 
     assert split > 300
 
 
+@pytest.mark.parametrize("dim", [2, 96, 1024])
+def test_a_choice_asks_for_the_inv_that_two_products_leave(dim: int) -> None:
+    """``|x*w| * inv``, two roundings and the underflow away, lies on the chosen side of the tie."""
+    stream = Stream(f"envelope/thresholds/{dim}")
+    for _ in range(max(1, 1024 // dim)):
+        x, weight, eps = head_on_edges(stream, dim)
+        normed, inv = norm(x[None], weight, eps), exact_inv(x, eps)
+        for i in np.nonzero(~normed.single[0])[0].tolist():
+            tie = (Fraction(abs(normed.low[0, i])) + Fraction(abs(normed.high[0, i]))) / 2
+            absolute = Fraction(1, 2**147) * max(Fraction(1), Fraction(weight[i]), inv)
+            product, wider = Fraction(x[i]) * Fraction(weight[i]), 1 + U / 2**16
+            most, least = (tie + absolute) / product / (1 - 2 * U), (tie - absolute) / product / (1 + 2 * U)
+            assert most <= Fraction(normed.inv_if_low[0, i]) <= most * wider
+            assert least / wider <= Fraction(normed.inv_if_high[0, i]) <= least
+
+
 @pytest.mark.parametrize(("terms", "most"), [(1, 40), (2, 40), (1024, 40), (1056, 41), (1040, 40.5), (4096, 136)])
 def test_a_term_passes_40_additions_or_a_32nd_of_the_terms_and_8(terms: int, most: float) -> None:
     assert additions(terms) == most
@@ -320,11 +336,16 @@ def test_one_inv_explains_where_a_search_finds_one(bounds: Interval, choices: li
 
 
 def cancelling_heads(stream: Stream, output: int) -> tuple[F64, F64, F64]:
-    """y [64] and, for 256 heads, cos and sin [256, 32] with which o1 (output 0) or o2 (1) cancels."""
+    """y [64] and, for 256 heads, cos and sin [256, 32] with which o1 (output 0) or o2 (1) cancels.
+
+    The other output lies on a bf16 tie, so that its evaluations differ too.
+    """
     y = round_to(BF16, stream.choice([-1.0, 1.0], 64) * (0.5 + stream.uniform(64)))
-    sin = fp32(0.1 + stream.uniform((256, 32)))
-    ratio = y[32:] / y[:32] if output == 0 else -y[:32] / y[32:]
-    return y, fp32(sin * ratio * (1 + stream.normal((256, 32)) * 2.0**-20)), sin
+    y1, y2 = y[:32], y[32:]
+    ratio = (y2 / y1 if output == 0 else -y1 / y2) * (1 + stream.normal((256, 32)) * 2.0**-20)
+    other = y2 * ratio + y1 if output == 0 else y1 * ratio - y2
+    sin = (stream.integers(128, 256, (256, 32)) + 0.5) * 2.0**-8 / other
+    return y, fp32(fp32(sin) * ratio), fp32(sin)
 
 
 def evaluations(y: F64, cos: F64, sin: F64) -> tuple[list[F64], list[F64]]:
@@ -353,8 +374,9 @@ def test_a_float64_rotation_is_rejected_where_it_differs(output: int) -> None:
 def test_each_contraction_is_admissible_where_the_three_differ(output: int) -> None:
     y, cos, sin = cancelling_heads(Stream("envelope/contractions"), output)
     permitted = evaluations(y, cos, sin)
-    a, b, c = permitted[output]
-    assert np.count_nonzero((a != b) & (b != c) & (a != c)) > 100
+    (a, b, c), (d, e, f) = permitted[output], permitted[1 - output]
+    three_differ = (a != b) & (b != c) & (a != c)
+    assert np.count_nonzero(three_differ & ((d != e) | (e != f))) > 100
     for first, second in itertools.product(*permitted):
         assert judge_y(y, np.concatenate([first, second], axis=1), cos, sin).ok.all()
 

@@ -212,7 +212,8 @@ def test_without_a_device_every_word_is_read_and_with_one_only_its_own() -> None
     with pytest.raises(IndexFaultError, match=r"op/gpu$"):
         faults.check("cuda:0")
     assert faults.peek() == (("op", "cpu"),)
-    with pytest.raises(IndexFaultError, match=r"op/cpu$"):
+    faults.set_where(bad(True), on_gpu)
+    with pytest.raises(IndexFaultError, match=r"op/cpu, op/gpu$"):
         faults.check()
     assert faults.peek() == ()
 
@@ -231,6 +232,7 @@ def test_finish_raises_on_the_cpu() -> None:
 @pytest.mark.parametrize("debug", [False, True])
 def test_finish_on_cuda_reads_its_word_in_debug_mode_only(monkeypatch: pytest.MonkeyPatch, debug: bool) -> None:
     monkeypatch.setattr(faults, "_debug", debug)
+    assert faults.debugging() is debug
     faults.set_where(bad(True), faults.declare("op", "of-the-cpu"))
     faults._cuda_words[0] = torch.tensor([faults.declare("op", "kind")])
     if debug:

@@ -19,9 +19,10 @@ from conformance.fixtures.ledger import (
     expect_equal,
     expect_fault,
     expect_raises,
+    expect_refused,
     expect_within,
 )
-from dspark.dispatch import Check, Decision, Failure, Outcome, Path
+from dspark.dispatch import Check, Decision, Failure, FallbackError, Outcome, Path
 from dspark.faults import IndexFaultError
 
 LABEL = Label("op", "fused")
@@ -225,6 +226,21 @@ def test_other_decisions_fail_and_violate_nothing(book: Ledger, outcomes: list[O
     )
     assert book.violated == set()
     assert book.rows == {LABEL: Row(comparisons=1, elements=1)}
+
+
+def test_the_expected_refusal_counts_its_reasons_as_violated(book: Ledger) -> None:
+    decision = outcome(Path.EAGER, "a", "b").decision
+    expect_refused(LABEL, FallbackError(decision, "a path", decision.failed), ["a", "b"])
+    assert book.violated == {("op", "a"), ("op", "b")}
+    assert book.rows == {LABEL: Row(comparisons=1, elements=1)}
+
+
+@pytest.mark.parametrize("reasons", [["a"], ["a", "b", "c"], ["b", "a"], []])
+def test_other_refusals_fail_and_violate_nothing(book: Ledger, reasons: list[str]) -> None:
+    decision = outcome(Path.EAGER, "a", "b").decision
+    error = FallbackError(decision, "a path", decision.failed)
+    fails(lambda: expect_refused(LABEL, error, reasons), "reasons of the refusal: got ('a', 'b')")
+    assert book.violated == set()
 
 
 def test_an_index_fault_is_counted_as_seen(book: Ledger) -> None:

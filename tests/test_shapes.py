@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from conformance.fixtures import shapes
-from conformance.fixtures.shapes import DRAFTS, EDGES, GRIDS, HeadShape
+from conformance.fixtures.shapes import DRAFTS, EDGES, GRIDS, TARGETS, HeadShape, StateShape
 
 DATA: dict[str, Any] = json.loads(Path(shapes.__file__).with_name("shapes.json").read_text())
 ASSUMED = {"eps": 1e-6, "rope_theta": 1e6, "neox": True}
@@ -26,7 +27,8 @@ def test_published_values_are_kept_and_assumed_ones_are_named(entry: dict[str, A
     assert sorted(marks) == sorted(set(ASSUMED) - set(entry))
     for field, assumed in ASSUMED.items():
         assert getattr(shape, field) == entry.get(field, assumed)
-    assert (shape.q_heads, shape.kv_heads, shape.head_dim) == (entry["q_heads"], entry["kv_heads"], entry["head_dim"])
+    for field in ("layers", "q_heads", "kv_heads", "head_dim"):
+        assert getattr(shape, field) == entry[field]
     assert shape.rotary_dim == entry.get("rotary_dim", entry["head_dim"])
     assert shape.width == (entry["gamma"] + 1 if "gamma" in entry else entry["width"])
 
@@ -44,13 +46,26 @@ def test_ids_are_unique() -> None:
 def test_known_shapes() -> None:
     """A few by hand, so that the loader and this file cannot be wrong in the same way."""
     by_id = {shape.id: shape for shape in (*DRAFTS, *EDGES)}
-    assert by_id["inkling-draft"] == HeadShape("inkling-draft", 64, 16, 64, 64, True, 1e-5, 8e6, 8)
-    assert by_id["lfm2.5-2.6b"] == HeadShape("lfm2.5-2.6b", 32, 8, 64, 64, False, 1e-5, 1e7, 10)
+    columns = ("layers", "q_heads", "kv_heads", "head_dim", "rotary_dim", "neox", "eps", "rope_theta", "width")
+    for id, row in {
+        "inkling-draft": (5, 64, 16, 64, 64, True, 1e-5, 8e6, 8),
+        "lfm2.5-2.6b": (5, 32, 8, 64, 64, False, 1e-5, 1e7, 10),
+    }.items():
+        assert tuple(getattr(by_id[id], column) for column in columns) == row
     assert by_id["minicpm5-2b~rope_theta"].width == 8
     assert by_id["inkling-small-draft~eps~rope_theta~neox"].eps == 1e-6
     partial = by_id["partial-rope~eps~rope_theta~neox"]
     assert (partial.head_dim, partial.rotary_dim, partial.width) == (128, 64, 8)
     assert {"smallest", "odd-head-dim", "wide-head", "partial-rope"} == {shape.id.split("~")[0] for shape in EDGES}
+
+
+def test_targets_keep_their_states() -> None:
+    assert [shape.id for shape in TARGETS] == [entry["name"] for entry in DATA["targets"]]
+    by_id = {shape.id: shape for shape in TARGETS}
+    inkling = StateShape("inkling", 66, (1024, 1024, 2048, 2048, 6144, 6144), 4, False, False, None)
+    assert by_id["inkling"] == inkling
+    assert by_id["inkling-tp8"] == replace(inkling, id="inkling-tp8", conv_dims=(128, 128, 256, 256, 6144, 6144))
+    assert by_id["hybrid-ssm"] == StateShape("hybrid-ssm", 60, (4096, 1024, 1024), 4, True, True, (32, 128, 128))
 
 
 def test_every_shape_can_be_built() -> None:

@@ -6,7 +6,9 @@ The public operations are in :mod:`dspark.ops`. Importing this package imports n
 
 from __future__ import annotations
 
+from dspark import dispatch
+from dspark.dispatch import FallbackError
 from dspark.faults import IndexFaultError, warmup
 
 __version__ = "0.1.0.dev0"
-__all__ = ["IndexFaultError", "__version__", "warmup"]
+__all__ = ["FallbackError", "IndexFaultError", "__version__", "dispatch", "warmup"]

@@ -3,54 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-import torch
-
-from dspark import dispatch, machine
-from dspark.ops import compute_dflash_correct_drafts_and_bonus, table_qk_norm_rope_
-
-
-def _accept(device: torch.device) -> None:
-    ids = torch.tensor([[1, 2], [3, 4]], device=device)
-    compute_dflash_correct_drafts_and_bonus(candidates=ids, target_predict=ids)
-
-
-def _qk_norm_rope(device: torch.device) -> None:
-    qkv = torch.ones(2, 3 * 8, dtype=torch.bfloat16, device=device)
-    weight = torch.ones(8, dtype=torch.bfloat16, device=device)
-    table = torch.ones(2, 8, dtype=torch.float32, device=device)
-    positions = torch.arange(2, device=device)
-    table_qk_norm_rope_(qkv, positions, weight, weight, table, 1, 1, 8, 1e-6)
-
-
-SMALL_CALLS: dict[str, Callable[[torch.device], None]] = {"accept": _accept, "qk_norm_rope": _qk_norm_rope}
-"""One small call of each operation."""
-
-
-def doctor() -> int:
-    """Make one small call of each operation and print each decision with its reasons; 0 when every one is fused."""
-    logging.getLogger("dspark").setLevel(logging.ERROR)  # the reasons are printed below, in full
-    facts = machine.facts()
-    device = torch.device("cuda" if facts.cuda else "cpu")
-    triton = facts.triton_version or f"not importable ({facts.triton_error})"
-    kind = "interpreter" if facts.interpreter else "compiled"
-    print(f"torch {torch.__version__}, triton {triton}, {kind}, device {device}")
-    fused = 0
-    for op, call in SMALL_CALLS.items():
-        with dispatch.observed() as outcomes:
-            call(device)
-        for outcome in outcomes:
-            print(f"{op}: {outcome.path}")
-            for failure in outcome.decision.failed:
-                print(f"  {failure}")
-            fused += outcome.path is dispatch.Path.FUSED
-    return 0 if fused == len(SMALL_CALLS) else 1
+from dspark.doctor import doctor
 
 
 def conformance(arguments: Sequence[str]) -> int:

@@ -129,6 +129,10 @@ class FallbackError(RuntimeError):
         self.reasons = tuple(failure.check.id for failure in failed)
         listed = "; ".join(str(failure) for failure in failed)
         super().__init__(f"{decision.op}: {asked} is not eligible: {listed}")
+        self._asked, self._failed = asked, failed
+
+    def __reduce__(self) -> tuple[type[FallbackError], tuple[Decision, str, tuple[Failure, ...]]]:
+        return type(self), (self.decision, self._asked, self._failed)
 
 
 _mode = parse_mode(os.environ.get("DSPARK_DISPATCH", Mode.AUTO), "DSPARK_DISPATCH")
@@ -144,7 +148,7 @@ def register(op: str, checks: tuple[Check, ...]) -> str:
     """Declare the checks of operation ``op`` and return its name.
 
     ``ValueError`` for a second registration, an id that is no slug or occurs twice, an empty sentence, and an ``after``
-    that names no earlier check.
+    that names no earlier check of the same path.
     """
     seen: set[str] = set()
     for check in checks:
@@ -154,6 +158,10 @@ def register(op: str, checks: tuple[Check, ...]) -> str:
             raise ValueError(f"{op}: check {check.id!r} must say what it requires")
         if unknown := set(check.after) - seen:
             raise ValueError(f"{op}: check {check.id!r} comes after {sorted(unknown)}, which are not earlier checks")
+        crossing = [earlier.id for earlier in checks if earlier.id in check.after and earlier.path is not check.path]
+        if crossing:
+            # An unevaluated check opens its path, so what it waits for must close the same one.
+            raise ValueError(f"{op}: check {check.id!r} of the {check.path} path comes after {crossing} of the other")
         seen.add(check.id)
     with _lock:
         if op in _registry:

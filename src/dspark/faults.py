@@ -44,6 +44,9 @@ class IndexFaultError(IndexError):
         self.kinds = kinds
         super().__init__("index values out of range: " + ", ".join(f"{op}/{kind}" for op, kind in kinds))
 
+    def __reduce__(self) -> tuple[type[IndexFaultError], tuple[tuple[tuple[str, str], ...]]]:
+        return type(self), (self.kinds,)
+
 
 class CaptureError(RuntimeError):
     """Something would have to be built during CUDA graph capture."""
@@ -69,7 +72,7 @@ def word(device: torch.device) -> torch.Tensor:
     """The fault word of ``device``: int64 ``[1]``. Built at first use; never during CUDA graph capture."""
     if device.type == "cpu":
         if not hasattr(_cpu, "word"):
-            _cpu.word = torch.zeros(1, dtype=torch.int64)
+            _cpu.word = _new_word("cpu")
         cpu_word: torch.Tensor = _cpu.word
         return cpu_word
     index = device.index if device.index is not None else torch.cuda.current_device()
@@ -77,8 +80,14 @@ def word(device: torch.device) -> torch.Tensor:
     if found is None:
         refuse_in_capture(f"the fault word of cuda:{index}")
         with _lock, torch.cuda.device(index):
-            found = _cuda_words.setdefault(index, torch.zeros(1, dtype=torch.int64, device=f"cuda:{index}"))
+            found = _cuda_words.setdefault(index, _new_word(f"cuda:{index}"))
     return found
+
+
+def _new_word(device: str) -> torch.Tensor:
+    # The word outlives the block that first needs it: it must be no inference tensor, and on no default device.
+    with torch.inference_mode(False):
+        return torch.zeros(1, dtype=torch.int64, device=device)
 
 
 def refuse_in_capture(what: str) -> None:

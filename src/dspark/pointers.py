@@ -15,7 +15,7 @@ import torch
 from dspark.faults import refuse_in_capture
 
 _lock = threading.Lock()
-_tables: dict[tuple[torch.device, int, tuple[int, ...]], torch.Tensor] = {}
+_tables: dict[tuple[torch.device, int, int, tuple[int, ...]], torch.Tensor] = {}
 
 
 def signed(word: int) -> int:
@@ -37,12 +37,14 @@ def table(rows: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor:
     if any(len(row) != width for row in rows):
         raise ValueError(f"table rows: got lengths {[len(row) for row in rows]}, need equal lengths")
     words = tuple(signed(word) for row in rows for word in row)
-    key = (device, width, words)
+    key = (device, len(rows), width, words)
     with _lock:
         found = _tables.get(key)
         if found is None:
             refuse_in_capture(f"a pointer table on {device}")
-            found = torch.tensor(words, dtype=torch.int64).reshape(len(rows), width).to(device)
+            # A table outlives the block that first needs it: no inference tensor, and built on no default device.
+            with torch.inference_mode(False):
+                found = torch.tensor(words, dtype=torch.int64, device="cpu").reshape(len(rows), width).to(device)
             _tables[key] = found
     return found
 

@@ -7,32 +7,23 @@ results.
 
 from __future__ import annotations
 
-import math
-
 import torch
+
+from dspark import faults
+from dspark.model.rope_scaling import RopeParameters
+from dspark.ops import arguments
+from dspark.ops.norm_rope.eager import rotate_heads
 
 BUILD_ROWS = 1 << 16
 """Rows per step of a build: bounds the float64 scratch to tens of MB."""
+POSITION_FAULT = faults.declare("rotary", "position-out-of-range")
 
 
-def inverse_frequencies(rotary_dim: int, base: float) -> torch.Tensor:
-    """``1 / base^(2i/R)`` for i < R/2: fp32 ``[R/2]`` on the CPU, each within 1 ulp of the real value.
-
-    rotary_dim: R, even and positive. base: the model's rope_theta, finite and positive. ``ValueError`` otherwise.
-    """
-    if isinstance(rotary_dim, bool) or rotary_dim <= 0 or rotary_dim % 2:
-        raise ValueError(f"rotary_dim: got {rotary_dim!r}, need a positive even int")
-    if not (math.isfinite(base) and base > 0):
-        raise ValueError(f"base: got {base!r}, need a finite number > 0")
-    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim
-    return (1.0 / torch.pow(torch.tensor(base, dtype=torch.float64), exponents)).to(torch.float32)
-
-
-def build_rows(inv_freq: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+def build_rows(inv_freq: torch.Tensor, start: int, stop: int, amplitude: float = 1.0) -> torch.Tensor:
     """Rows ``start..stop-1`` of the table: fp32 ``[stop - start, R]`` on the CPU, cos(R/2) then sin(R/2).
 
-    The angle is ``fp32(position) * inv_freq`` rounded once to fp32; its cosine and sine are taken in float64 and
-    rounded to fp32, so they are within 1 ulp and do not depend on a vector library.
+    The angle is ``fp32(position) * inv_freq`` rounded once to fp32; its cosine and sine times ``amplitude`` are taken
+    in float64 and rounded to fp32, so they are within 1 ulp and do not depend on a vector library.
     """
     half = inv_freq.numel()
     rows = torch.empty((stop - start, 2 * half), dtype=torch.float32)
@@ -40,32 +31,36 @@ def build_rows(inv_freq: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         high = min(low + BUILD_ROWS, stop)
         positions = torch.arange(low, high, dtype=torch.int64).to(torch.float32)
         angles = (positions[:, None] * inv_freq[None, :]).to(torch.float64)
-        rows[low - start : high - start, :half] = torch.cos(angles)
-        rows[low - start : high - start, half:] = torch.sin(angles)
+        rows[low - start : high - start, :half] = torch.cos(angles) * amplitude
+        rows[low - start : high - start, half:] = torch.sin(angles) * amplitude
     return rows
 
 
 class RotaryTable:
-    """A growing RoPE table with default scaling.
+    """A growing RoPE table; a table is a table, whatever scaling it was built with.
 
+    parameters: :class:`RopeParameters`, or the base as a number for default scaling.
     ``cos_sin_cache`` is the current table, fp32 ``[P, R]`` on ``device``. Growth binds a new tensor to it and leaves
     the old one as it was, so a holder of the old table (a captured graph, a call in flight) keeps valid rows.
     """
 
+    table_is_whole_effect = True
+
     def __init__(
         self,
         rotary_dim: int,
-        base: float,
+        parameters: RopeParameters | float,
         rows: int,
         *,
         is_neox_style: bool = True,
         device: torch.device | str = "cpu",
     ) -> None:
-        self.inv_freq = inverse_frequencies(rotary_dim, base)
+        self.parameters = parameters if isinstance(parameters, RopeParameters) else RopeParameters(parameters)
+        self.inv_freq = self.parameters.inverse_frequencies(rotary_dim)
         self.rotary_dim = rotary_dim
-        self.base = base
         self.is_neox_style = is_neox_style
-        self.cos_sin_cache = build_rows(self.inv_freq, 0, _row_count(rows)).to(device)
+        arguments.require_int("rows", rows, 0)
+        self.cos_sin_cache = build_rows(self.inv_freq, 0, rows, self.parameters.amplitude).to(device)
 
     @property
     def rows(self) -> int:
@@ -74,13 +69,24 @@ class RotaryTable:
 
     def ensure_rows(self, rows: int) -> None:
         """Make positions 0..rows-1 available; existing rows keep their bits. Does nothing when they are there."""
+        arguments.require_int("rows", rows, 0)
         present = self.rows
-        if _row_count(rows) > present:
-            added = build_rows(self.inv_freq, present, rows).to(self.cos_sin_cache.device)
-            self.cos_sin_cache = torch.cat([self.cos_sin_cache, added])
+        if rows > present:
+            added = build_rows(self.inv_freq, present, rows, self.parameters.amplitude)
+            self.cos_sin_cache = torch.cat([self.cos_sin_cache, added.to(self.cos_sin_cache.device)])
 
+    def __call__(self, positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """``q, k [T, heads, D]`` rotated by the table's rows at ``positions [T]``, rounded once to their dtype.
 
-def _row_count(rows: int) -> int:
-    if isinstance(rows, bool) or not isinstance(rows, int) or rows < 0:
-        raise ValueError(f"rows: got {rows!r}, need an int >= 0")
-    return rows
+        A position outside the table leaves its row unrotated and sets the fault ``rotary/position-out-of-range``.
+        """
+        bad = (positions < 0) | (positions >= self.rows)
+        faults.set_where(bad, POSITION_FAULT)
+        if self.rows == 0:
+            return q, k
+        angle = self.cos_sin_cache[positions.to(torch.int64).masked_fill(bad, 0)]
+        cos, sin = angle[:, : self.rotary_dim // 2], angle[:, self.rotary_dim // 2 :]
+        rotated = (rotate_heads(x, cos, sin, self.rotary_dim, self.is_neox_style) for x in (q, k))
+        kept = bad[:, None, None]
+        new_q, new_k = (torch.where(kept, x, y) for x, y in zip((q, k), rotated, strict=True))
+        return new_q, new_k

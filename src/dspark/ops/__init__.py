@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 from dspark.ops.accept import compute_dflash_correct_drafts_and_bonus
+from dspark.ops.commit_indices import fused_commit_track_indices
 from dspark.ops.kv_write import fused_kv_norm_rope_write
 from dspark.ops.pool_table import KVPoolTable
 from dspark.ops.qk_norm_rope import table_qk_norm_rope_
+from dspark.ops.state_scatter import (
+    MambaCaches,
+    fused_conv_window_scatter_multi,
+    fused_conv_window_scatter_with_mask,
+    fused_mamba_state_scatter_with_mask,
+    scatter_mamba_states_after_mtp_verify,
+)
 
 __all__ = [
     "KVPoolTable",
+    "MambaCaches",
     "compute_dflash_correct_drafts_and_bonus",
+    "fused_commit_track_indices",
+    "fused_conv_window_scatter_multi",
+    "fused_conv_window_scatter_with_mask",
     "fused_kv_norm_rope_write",
+    "fused_mamba_state_scatter_with_mask",
+    "scatter_mamba_states_after_mtp_verify",
     "table_qk_norm_rope_",
 ]

@@ -96,6 +96,15 @@ def require_rotary_dim(rotary_dim: int | None, head_dim: int) -> int:
     return rotary_dim
 
 
+def require_window(name: str, lens: torch.Tensor, width: int, rows: int) -> None:
+    """``lens [B]`` and the window's ``width`` W must describe ``rows`` rows: B * W = T (fault F1-20)."""
+    require_int("locs_row_width", width, 1)
+    require_rank(name, lens, 1)
+    require_dtype(name, lens, INDEX_DTYPES)
+    if lens.numel() * width != rows:
+        raise ValueError(f"{name}: got {lens.numel()} requests of width {width}, need B * W = {rows} rows")
+
+
 def require_int(name: str, value: object, low: int) -> int:
     """``value`` must be an int (not bool) of at least ``low``."""
     if isinstance(value, bool) or not isinstance(value, int) or value < low:

@@ -16,14 +16,19 @@ class KVPoolTable:
     """K and V pools of L layers, each ``[S, NK, D]``: one row per slot. Holds the tensors, so they stay alive.
 
     The tensors share shape and device; dtype and strides are free (what the kernel needs is checked by the operation).
-    K and V may be interleaved views of one buffer. ``ValueError`` for ranks, shapes, devices or counts that differ, and
-    for elements that share memory.
+    K and V may be interleaved views of one buffer. valid: bool ``[S]`` or None; set for every row that is written, so
+    that a reader can refuse a row that never was (fault F1-5).
+    ``ValueError`` for ranks, shapes, devices or counts that differ, and for elements that share memory.
     """
 
     keys: tuple[torch.Tensor, ...]
     values: tuple[torch.Tensor, ...]
+    valid: torch.Tensor | None
 
-    def __init__(self, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], valid: torch.Tensor | None = None
+    ) -> None:
+        object.__setattr__(self, "valid", valid)
         object.__setattr__(self, "keys", tuple(keys))
         object.__setattr__(self, "values", tuple(values))
         if len(self.keys) != len(self.values):
@@ -33,6 +38,10 @@ class KVPoolTable:
             arguments.require_rank(name, tensor, 3)
             arguments.require_shape(name, tensor, tuple(self.keys[0].shape), "[S, NK, D] of keys[0]")
             arguments.require_writable(name, tensor)
+        if valid is not None:
+            arguments.require_shape("valid", valid, (self.rows,), "[S] of keys[0]")
+            arguments.require_dtype("valid", valid, (torch.bool,))
+            tensors["valid"] = valid
         if tensors:
             arguments.require_one_device(**tensors)
 

@@ -75,8 +75,8 @@ def fused_kv_norm_rope_write(
         "locs": locs,
         "commit_lens": commit_lens,
     }
-    pools = {"meta": meta} if isinstance(meta, torch.Tensor) else {"meta": meta.keys[0]} if meta.keys else {}
-    arguments.require_one_device(**tensors, **pools)
+    named = {"meta": meta} if isinstance(meta, torch.Tensor) else {"meta": meta.keys[0]} if meta.keys else {}
+    arguments.require_one_device(**tensors, **named)
     arguments.require_no_grad(**tensors, **_pool_tensors(meta))
 
     rules = RowRules(locs, positions, commit_lens, locs_row_width, pool_rows, reserved_rows, cos_sin_cache.shape[0])
@@ -102,8 +102,8 @@ def fused_kv_norm_rope_write(
     if taken is dispatch.Path.FUSED:
         from dspark.ops.kv_write.kernel import kv_write_fused
 
-        table = meta if isinstance(meta, torch.Tensor) else meta.pointer_table(kv.device)
-        kv_write_fused(kv, table, k_norm_weights, cos_sin_cache, rules, *shape)
+        pools, valid = (meta, None) if isinstance(meta, torch.Tensor) else (meta.pointer_table(kv.device), meta.valid)
+        kv_write_fused(kv, pools, k_norm_weights, cos_sin_cache, rules, *shape, valid)
     else:
         assert isinstance(meta, KVPoolTable)  # the check pools-by-pointer refuses the other
         kv_write_eager(kv, meta, k_norm_weights, cos_sin_cache, rules, *shape)
@@ -139,13 +139,7 @@ def _require_window(tokens: int, commit_lens: torch.Tensor | None, width: int | 
         )
     if commit_lens is None or width is None:
         return
-    arguments.require_int("locs_row_width", width, 1)
-    arguments.require_rank("commit_lens", commit_lens, 1)
-    arguments.require_dtype("commit_lens", commit_lens, arguments.INDEX_DTYPES)
-    if commit_lens.numel() * width != tokens:
-        raise ValueError(
-            f"commit_lens: got {commit_lens.numel()} requests of width {width}, need B * W = {tokens}, the rows of kv"
-        )
+    arguments.require_window("commit_lens", commit_lens, width, tokens)
 
 
 def _require_pools(

@@ -86,6 +86,8 @@ def kv_write_eager(
         rotated = rotate_heads(normed, cos, sin, rotary_dim, is_neox_style)
         write_rows(pool.keys[layer], rules.locs, live, rotated)
         write_rows(pool.values[layer], rules.locs, live, v.reshape(heads))
+    if pool.valid is not None:
+        write_rows(pool.valid, rules.locs, live, live)
 
 
 def write_rows(pool: torch.Tensor, locs: torch.Tensor, live: torch.Tensor, rows: torch.Tensor) -> None:

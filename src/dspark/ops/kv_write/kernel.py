@@ -41,6 +41,7 @@ def kv_write_kernel(
     positions_ptr,
     locs_ptr,
     commit_lens_ptr,
+    valid_ptr,
     fault_ptr,
     tokens,
     row_width,
@@ -55,6 +56,7 @@ def kv_write_kernel(
     positions_stride,
     locs_stride,
     commit_lens_stride,
+    valid_stride,
     eps,
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -63,6 +65,7 @@ def kv_write_kernel(
     NEOX: tl.constexpr,
     HAS_COMMIT_LENS: tl.constexpr,
     HAS_POOL_ROWS: tl.constexpr,
+    HAS_VALID: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
@@ -89,6 +92,8 @@ def kv_write_kernel(
         row_live = row_live & (outside_pool == 0)
     if (tl.program_id(1) == 0) & (tl.program_id(2) == 0):
         tl.atomic_or(fault_ptr + tl.zeros([BLOCK_TOKENS], tl.int64), fault_bits, mask=fault_bits != 0, sem="relaxed")
+        if HAS_VALID:
+            tl.store(valid_ptr + locs * valid_stride, tl.full([BLOCK_TOKENS], 1, tl.int8), mask=row_live)
 
     layer = tl.program_id(2).to(tl.int64)
     k_pool = tl.load(pools_ptr + layer * 4).to(tl.int64).to(tl.pointer_type(tl.bfloat16))
@@ -155,10 +160,11 @@ def kv_write_fused(
     head_dim: int,
     eps: float,
     is_neox_style: bool,
+    valid: torch.Tensor | None,
 ) -> None:
     """See :func:`dspark.ops.fused_kv_norm_rope_write`; arguments are validated, eligible and not empty.
 
-    pools: the int64 ``[L, 4]`` pointer table on the device of ``kv``.
+    pools: the int64 ``[L, 4]`` pointer table on the device of ``kv``. valid: of the pool table, if it has one.
     """
     num_layers, tokens, num_heads = pools.shape[0], rules.locs.numel(), kv_size // head_dim
     half = cos_sin_cache.shape[1] // 2
@@ -180,6 +186,7 @@ def kv_write_fused(
             rules.positions,
             rules.locs,
             commit_lens,
+            valid.view(torch.int8) if valid is not None else None,
             fault_word,
             tokens,
             rules.row_width or 1,
@@ -193,6 +200,7 @@ def kv_write_fused(
             rules.positions.stride(0),
             rules.locs.stride(0),
             commit_lens.stride(0) if commit_lens is not None else 0,
+            valid.stride(0) if valid is not None else 0,
             eps,
             NUM_HEADS=num_heads,
             HEAD_DIM=head_dim,
@@ -201,6 +209,7 @@ def kv_write_fused(
             NEOX=is_neox_style,
             HAS_COMMIT_LENS=commit_lens is not None,
             HAS_POOL_ROWS=rules.pool_rows is not None,
+            HAS_VALID=valid is not None,
             BLOCK_TOKENS=block_tokens,
             BLOCK_HEADS=block_heads,
             BLOCK_HALF=triton.next_power_of_2(half),

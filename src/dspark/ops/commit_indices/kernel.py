@@ -1,0 +1,127 @@
+"""``commit_indices`` as one Triton kernel.
+
+Tile, one program:
+
+            entry = 0 .. depth-1 (padded to a power of two)
+          +-------------------------------+
+    rows  |  accept_index                 |   -> entry accepted - 1               -> last  [rows]
+          |                               |   -> entry that completes an interval -> track [rows]
+          +-------------------------------+
+
+With r = pre mod I, a boundary is crossed iff r + accepted >= I, and (r + accepted) mod I tokens follow the last one.
+Both remainders are of numbers that are not negative: a row whose length is negative is not live and counts as 0.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from dspark import faults
+from dspark.ops.commit_indices.checks import ACCEPT_LEN_FAULT, SEQ_LEN_FAULT
+from dspark.ops.index_math.kernel import nonnegative_quotient
+from dspark.ops.launch import launching, tile_elements
+
+# Elements per program. The interpreter pays per program, the GPU wants a block per multiprocessor.
+GPU_TILE = 1024
+INTERPRETER_TILE = 1 << 16
+
+
+@triton.jit
+def commit_indices_kernel(
+    accept_index_ptr,
+    accept_lens_ptr,
+    seq_lens_ptr,
+    last_ptr,
+    track_ptr,
+    fault_ptr,
+    batch,
+    draft_token_num,
+    interval,
+    accept_index_stride_row,
+    accept_index_stride_column,
+    accept_lens_stride,
+    seq_lens_stride,
+    DEPTH: tl.constexpr,
+    HAS_SEQ_LENS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_DEPTH: tl.constexpr,
+    ACCEPT_LEN_MASK: tl.constexpr,
+    SEQ_LEN_MASK: tl.constexpr,
+):
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS).to(tl.int64)
+    in_batch = rows < batch
+    entries = tl.arange(0, BLOCK_DEPTH).to(tl.int64)
+    steps = (
+        tl.load(
+            accept_index_ptr + rows[:, None] * accept_index_stride_row + entries[None, :] * accept_index_stride_column,
+            mask=in_batch[:, None] & (entries < DEPTH)[None, :],
+            other=0,
+        ).to(tl.int64)
+        - (rows * draft_token_num)[:, None]
+    )
+    accepted = tl.load(accept_lens_ptr + rows * accept_lens_stride, mask=in_batch, other=0).to(tl.int64)
+    fault_words = fault_ptr + tl.zeros([BLOCK_ROWS], tl.int64)
+    too_long = accepted > DEPTH
+    accept_len_bits = tl.full([BLOCK_ROWS], ACCEPT_LEN_MASK, tl.int64)
+    tl.atomic_or(fault_words, accept_len_bits, mask=too_long, sem="relaxed")
+    live = (accepted > 0) & (accepted <= DEPTH)
+    if HAS_SEQ_LENS:
+        pre = tl.load(seq_lens_ptr + rows * seq_lens_stride, mask=in_batch, other=0).to(tl.int64)
+        seq_len_bits = tl.full([BLOCK_ROWS], SEQ_LEN_MASK, tl.int64)
+        tl.atomic_or(fault_words, seq_len_bits, mask=(accepted > 0) & (pre < 0), sem="relaxed")
+        live = live & (pre >= 0)
+    accepted = tl.where(live, accepted, 0)
+    # Picked from the tile, so that accept_index is read once.
+    last = tl.sum(tl.where(entries[None, :] == (accepted - 1)[:, None], steps, 0), axis=1)
+    tl.store(last_ptr + rows, tl.where(live, last, -1), mask=in_batch)
+    if HAS_SEQ_LENS:
+        pre = tl.where(live, pre, 0)
+        reached = pre - nonnegative_quotient(pre, interval) * interval + accepted
+        left_over = reached - nonnegative_quotient(reached, interval) * interval
+        track = tl.sum(tl.where(entries[None, :] == (accepted - left_over - 1)[:, None], steps, 0), axis=1)
+        tl.store(track_ptr + rows, tl.where(live & (reached >= interval), track, -1), mask=in_batch)
+
+
+def commit_indices_fused(
+    accept_index: torch.Tensor,
+    accept_lens: torch.Tensor,
+    seq_lens: torch.Tensor | None,
+    draft_token_num: int,
+    interval: int,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """See :func:`dspark.ops.fused_commit_track_indices`; arguments are validated and eligible."""
+    batch, depth = accept_index.shape
+    last = torch.empty(batch, dtype=torch.int64, device=accept_index.device)
+    track = None if seq_lens is None else torch.empty(batch, dtype=torch.int64, device=accept_index.device)
+    if batch == 0:
+        return last, track
+    block_depth = triton.next_power_of_2(max(depth, 1))
+    tile = tile_elements(GPU_TILE, INTERPRETER_TILE)
+    block_rows = max(1, min(tile // block_depth, triton.next_power_of_2(batch)))
+    fault_word = faults.word(accept_index.device)
+    with launching(accept_index.device):
+        commit_indices_kernel[(triton.cdiv(batch, block_rows),)](
+            accept_index,
+            accept_lens,
+            seq_lens,
+            last,
+            track,
+            fault_word,
+            batch,
+            draft_token_num,
+            interval,
+            *accept_index.stride(),
+            accept_lens.stride(0),
+            seq_lens.stride(0) if seq_lens is not None else 0,
+            DEPTH=depth,
+            HAS_SEQ_LENS=seq_lens is not None,
+            BLOCK_ROWS=block_rows,
+            BLOCK_DEPTH=block_depth,
+            ACCEPT_LEN_MASK=ACCEPT_LEN_FAULT,
+            SEQ_LEN_MASK=SEQ_LEN_FAULT,
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
+    return last, track

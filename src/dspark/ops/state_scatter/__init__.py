@@ -1,0 +1,239 @@
+"""``state_scatter``: the state of each request's accepted step goes to its slot, and that of its track step to another.
+
+One operation with four entries: SSM states, one type of conv window, all types of conv windows, and everything that a
+verify step commits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from dspark import dispatch, faults, machine
+from dspark.ops import arguments
+from dspark.ops.state_scatter.checks import OP, Pair, RowSet, facts_of
+from dspark.ops.state_scatter.eager import report_duplicates, state_scatter_eager
+
+
+class MambaCaches(Protocol):
+    """Pools and per-step states of a hybrid target: SSM ``[L, S, *st]`` and ``[L, Rq, W, *st]``, and a conv window
+    pool ``[L, S, a, b]`` and its per-step windows ``[L, Rq, W, a, b]`` for each type."""
+
+    @property
+    def temporal(self) -> torch.Tensor: ...
+    @property
+    def intermediate_ssm(self) -> torch.Tensor: ...
+    @property
+    def conv(self) -> Sequence[torch.Tensor]: ...
+    @property
+    def intermediate_conv_window(self) -> Sequence[torch.Tensor]: ...
+
+
+def fused_mamba_state_scatter_with_mask(
+    dst: torch.Tensor,
+    src: torch.Tensor,
+    dst_indices_raw: torch.Tensor,
+    step_indices_raw: torch.Tensor,
+    src_indices_raw: torch.Tensor | None = None,
+    *,
+    path: str | None = None,
+) -> None:
+    """``dst[:, slot] = src[:, source, step]`` for every live row, raw bits (conformance/CONTRACTS.md section 8).
+
+    dst: ``[L, S, *st]``, dense inside an entry ``st``; layer and slot strides are free. src: ``[L, Rq, W, *st]``, dense
+    or a view whose steps overlap. bf16, fp16 or fp32; other dtypes are copied by the eager path.
+    dst_indices_raw, step_indices_raw, src_indices_raw: ``[N]`` int32 or int64, any stride: slot, step and source row of
+    row i (source None: i itself). N may exceed Rq as long as the rows beyond are not live.
+    path: ``auto``, ``fused``, ``eager`` or None (see :mod:`dspark.dispatch`).
+
+    A row with a negative slot, step or source is skipped. Otherwise one beyond its tensor sets a fault
+    (``state_scatter/slot-out-of-range``, ``step-``, ``source-``) and the row is not written. Two rows that write one
+    slot are undefined, and reported in debug mode (``state_scatter/duplicate-slot``).
+
+    Raises ``ValueError``, before anything is written, for shapes, dtypes and devices that no path can compute.
+    """
+    pair = _pair(dst, src, "dst", "src")
+    commit = {"dst_indices_raw": dst_indices_raw, "step_indices_raw": step_indices_raw}
+    _scatter((pair,), commit, path, sources=src_indices_raw)
+
+
+def fused_conv_window_scatter_with_mask(
+    dst: torch.Tensor,
+    src: torch.Tensor,
+    dst_indices_raw: torch.Tensor,
+    step_indices_raw: torch.Tensor,
+    src_indices_raw: torch.Tensor | None = None,
+    *,
+    path: str | None = None,
+) -> None:
+    """The same for one type of conv window (conformance/CONTRACTS.md section 8).
+
+    dst: ``[L, S, dim, K-1]`` or ``[L, S, K-1, dim]``. src: ``[L, Rq, W, ...]``, step t being the window after token t;
+    dense, or an overlapping view of rows of W+K-2 tokens. Everything else, the ``path:`` argument, skips, faults and
+    ``ValueError`` included, as in :func:`fused_mamba_state_scatter_with_mask`.
+    """
+    pair = _window_pair(dst, src, "dst", "src")
+    commit = {"dst_indices_raw": dst_indices_raw, "step_indices_raw": step_indices_raw}
+    _scatter((pair,), commit, path, sources=src_indices_raw)
+
+
+def fused_conv_window_scatter_multi(
+    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    dst_indices_raw: torch.Tensor,
+    step_indices_raw: torch.Tensor,
+    dst_indices2_raw: torch.Tensor | None = None,
+    step_indices2_raw: torch.Tensor | None = None,
+    *,
+    path: str | None = None,
+) -> None:
+    """All types of conv windows and both index sets at once (conformance/CONTRACTS.md section 8).
+
+    pairs: (dst, src) of each type, as in :func:`fused_conv_window_scatter_with_mask`, any number; L, S, Rq and W are
+    the same in all.
+    dst_indices_raw, step_indices_raw: the commit set, ``[N]`` int32 or int64; row i comes from source row i.
+    dst_indices2_raw, step_indices2_raw: the track set, ``[N]`` too, or neither.
+    path: ``auto``, ``fused``, ``eager`` or None (see :mod:`dspark.dispatch`).
+
+    The result is that of the commit set followed by the track set: where both write a slot, track wins. Skips, faults
+    and ``ValueError`` as in :func:`fused_mamba_state_scatter_with_mask`; a row is written in all types or in none.
+    """
+    checked: list[Pair] = []
+    for index, item in enumerate(pairs):
+        if not isinstance(item, tuple | list) or len(item) != 2:
+            raise ValueError(f"pairs[{index}]: got {item!r:.80}, need (dst, src)")
+        checked.append(_window_pair(*item, f"pairs[{index}][0]", f"pairs[{index}][1]"))
+    commit = {"dst_indices_raw": dst_indices_raw, "step_indices_raw": step_indices_raw}
+    track = {"dst_indices2_raw": dst_indices2_raw, "step_indices2_raw": step_indices2_raw}
+    _scatter(tuple(checked), commit, path, track=track)
+
+
+def scatter_mamba_states_after_mtp_verify(
+    mamba_caches: MambaCaches,
+    state_indices_tensor: torch.Tensor,
+    last_correct_step_indices: torch.Tensor,
+    mamba_track_indices: torch.Tensor | None,
+    mamba_steps_to_track: torch.Tensor | None,
+    *,
+    path: str | None = None,
+) -> None:
+    """Everything that a verify step commits: SSM states and all conv windows (conformance/CONTRACTS.md section 8).
+
+    mamba_caches: ``.temporal``, ``.intermediate_ssm`` (skipped when ``temporal`` has no elements), ``.conv`` and
+    ``.intermediate_conv_window``, see :class:`MambaCaches`; L, S, Rq and W are the same in all.
+    state_indices_tensor, last_correct_step_indices: the commit set, ``[N]`` int32 or int64: slot and step of request i,
+    -1 for nothing. mamba_track_indices, mamba_steps_to_track: the track set, ``[N]`` too, or None for both.
+    path: ``auto``, ``fused``, ``eager`` or None (see :mod:`dspark.dispatch`).
+
+    Order, skips, faults and ``ValueError`` as in :func:`fused_conv_window_scatter_multi`.
+    """
+    pairs: list[Pair] = []
+    if mamba_caches.temporal.numel():
+        pairs.append(_pair(mamba_caches.temporal, mamba_caches.intermediate_ssm, "temporal", "intermediate_ssm"))
+    windows = mamba_caches.intermediate_conv_window
+    if len(mamba_caches.conv) != len(windows):
+        raise ValueError(
+            f"intermediate_conv_window: got {len(windows)} types, need {len(mamba_caches.conv)}, the types of conv"
+        )
+    for index, (dst, src) in enumerate(zip(mamba_caches.conv, windows, strict=True)):
+        pairs.append(_window_pair(dst, src, f"conv[{index}]", f"intermediate_conv_window[{index}]"))
+    commit = {
+        "state_indices_tensor": state_indices_tensor,
+        "last_correct_step_indices": last_correct_step_indices,
+    }
+    track = {"mamba_track_indices": mamba_track_indices, "mamba_steps_to_track": mamba_steps_to_track}
+    _scatter(tuple(pairs), commit, path, track=track)
+
+
+def _pair(dst: torch.Tensor, src: torch.Tensor, dst_name: str, src_name: str) -> Pair:
+    """A destination and a source that belong together: ``[L, S, *st]`` and ``[L, Rq, W, *st]`` of one dtype."""
+    arguments.require_tensor(dst_name, dst)
+    if dst.dim() < 2:
+        raise ValueError(f"{dst_name}: got shape {tuple(dst.shape)}, need [L, S, *st]")
+    arguments.require_rank(src_name, src, dst.dim() + 1)
+    need = (dst.shape[0], *src.shape[1:3], *dst.shape[2:])
+    arguments.require_shape(src_name, src, need, f"[L, Rq, W, *st] with the layers and the entry of {dst_name}")
+    arguments.require_dtype(src_name, src, (dst.dtype,))
+    arguments.require_writable(dst_name, dst)
+    _require_apart(dst_name, dst)
+    return Pair(dst, src, dst_name, src_name)
+
+
+def _window_pair(dst: torch.Tensor, src: torch.Tensor, dst_name: str, src_name: str) -> Pair:
+    """A pair whose entries are conv windows: two dimensions, in either order."""
+    arguments.require_rank(dst_name, dst, 4)
+    return _pair(dst, src, dst_name, src_name)
+
+
+def _require_apart(name: str, tensor: torch.Tensor) -> None:
+    """No two elements share memory: each stride steps over everything that the smaller ones reach."""
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride <= reach and tensor.numel():
+            raise ValueError(
+                f"{name}: got strides {tensor.stride()} for shape {tuple(tensor.shape)}, "
+                "need elements that do not share memory"
+            )
+        reach += (size - 1) * stride
+
+
+def _require_indices(indices: dict[str, torch.Tensor]) -> None:
+    """int32 or int64, one dimension, all of the length of the first."""
+    first_name, first = next(iter(indices.items()))
+    arguments.require_rank(first_name, first, 1)
+    for name, index in indices.items():
+        arguments.require_shape(name, index, (first.numel(),), f"[N] of {first_name}")
+        arguments.require_dtype(name, index, arguments.INDEX_DTYPES)
+
+
+def _both_or_neither(indices: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
+    given = {name: index for name, index in indices.items() if index is not None}
+    if len(given) == 1:
+        raise ValueError(f"{', '.join(indices)}: got only {next(iter(given))}, need both or neither")
+    return given
+
+
+def _require_one_pool(pairs: tuple[Pair, ...]) -> None:
+    """Layers, slots, requests and width are the same in every pair: a row is written in all types or in none."""
+    for pair in pairs[1:]:
+        for name, sizes, need, meaning in (
+            (pair.dst_name, pair.dst.shape[:2], pairs[0].dst.shape[:2], f"[L, S] of {pairs[0].dst_name}"),
+            (pair.src_name, pair.src.shape[1:3], pairs[0].src.shape[1:3], f"[Rq, W] of {pairs[0].src_name}"),
+        ):
+            if sizes != need:
+                raise ValueError(f"{name}: got {tuple(sizes)}, need {tuple(need)}, {meaning}")
+
+
+def _scatter(
+    pairs: tuple[Pair, ...],
+    commit: dict[str, torch.Tensor],
+    path: str | None,
+    *,
+    sources: torch.Tensor | None = None,
+    track: dict[str, torch.Tensor | None] | None = None,
+) -> None:
+    """Validate, decide and call. commit, track: slots and steps by argument name. sources: of the commit set."""
+    tracked = _both_or_neither(track or {})
+    indices = {**commit, **tracked} if sources is None else {**commit, "src_indices_raw": sources}
+    _require_indices(indices)
+    _require_one_pool(pairs)
+    tensors = {pair.dst_name: pair.dst for pair in pairs} | {pair.src_name: pair.src for pair in pairs}
+    arguments.require_one_device(**tensors, **indices)
+    arguments.require_no_grad(**tensors)
+
+    slots, steps = commit.values()
+    sets = (RowSet(slots, steps, sources), *([RowSet(*tracked.values())] if tracked else []))
+    device = slots.device
+    pairs = tuple(pair for pair in pairs if pair.elements)
+    taken = dispatch.choose(OP, facts_of(machine.facts(), device, pairs), path)
+    if pairs and slots.numel():
+        if faults.debugging():
+            for rows in sets:
+                report_duplicates(rows, pairs[0])
+        if taken is dispatch.Path.FUSED:
+            from dspark.ops.state_scatter.kernel import state_scatter_fused as compute
+        else:
+            compute = state_scatter_eager
+        compute(pairs, sets)
+    faults.finish(device)

@@ -1,0 +1,1 @@
+"""Pools of state, and what a serving worker does with the draft model."""
