@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+import dspark.model.kv_inject  # registers the checks of the draft path
+from dspark import dispatch
+
 ROOT = Path(__file__).resolve().parent.parent
 COMMAND = "python3 -m venv .venv && .venv/bin/pip install -q -c constraints.txt tox && .venv/bin/tox run"
 
@@ -59,3 +62,10 @@ def test_gpu_records_name_versions_date_and_command() -> None:
         assert data["lane"] == "cuda"
         assert data["exit_status"] == 0
         assert {"date", "command", "versions", "rows"} <= set(data)
+
+
+def test_the_table_of_conditions_names_every_check_of_the_draft_path() -> None:
+    table = (ROOT / "conformance" / "README.md").read_text()
+    for op in ("kv_inject", "kv_write", "attention", "qk_norm_rope"):
+        for check in dispatch.registry()[op]:
+            assert f"`{check.id}`" in table, f"{op}: {check.id}"

@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +19,7 @@ import triton.language as tl
 from dspark import machine
 from dspark.ops.launch import launching
 
-from ..fixtures.calls import qk_norm_rope
+from ..fixtures.calls import kv_write, qk_norm_rope
 from ..fixtures.emulation import BF16, FP32, decode, encode, round_to
 from ..fixtures.guard import Arena, to_bits
 from ..fixtures.kernel_source import KERNEL_FILES, breaches
@@ -124,19 +127,22 @@ def test_interpreter_is_proven_faithful() -> None:
     expect_equal(LABEL, "faithful", machine.facts().interpreter_faithful, True)
 
 
+def compiled_ptx(kernel: Any) -> list[str]:
+    """The PTX of every specialisation of ``kernel`` that this process has compiled."""
+    return [compiled.asm["ptx"] for cache in kernel.device_caches.values() for compiled in cache[0].values()]
+
+
 @pytest.mark.lanes(Lane.CUDA)
 @pytest.mark.parametrize("neox", [True, False], ids=["neox", "interleaved"])
-def test_f4_7_declared_contraction_shows_in_the_ptx(neox: bool, arena: Arena) -> None:
+@pytest.mark.parametrize("call", [qk_norm_rope, kv_write], ids=lambda module: module.OP)
+def test_f4_7_declared_contraction_shows_in_the_ptx(call: Any, neox: bool, arena: Arena) -> None:
     """Contraction is declared off: no fused multiply-add of fp32, and conversions to bf16 round to nearest."""
-    from dspark.ops.qk_norm_rope import kernel
-
-    call = qk_norm_rope.random_call(Stream("F4-7/ptx"), 9, 4, 2, 128, rotary_dim=64, neox=neox)
-    qk_norm_rope.run(call, Label(qk_norm_rope.OP, "fused"), arena, "fused")
-    caches = kernel.qk_norm_rope_kernel.device_caches.values()
-    texts = [compiled.asm["ptx"] for cache in caches for compiled in cache[0].values()]
+    call.run(replace(call.base(), neox=neox), Label(call.OP, "fused"), arena, "fused")
+    module = importlib.import_module(f"dspark.ops.{call.OP}.kernel")
+    texts = compiled_ptx(getattr(module, f"{call.OP}_kernel"))
     expect_equal(LABEL, "kernels compiled", bool(texts), True)
     for text in texts:
-        expect_equal(LABEL, "declared contraction", kernel.FP_CONTRACTION, False)
+        expect_equal(LABEL, "declared contraction", module.FP_CONTRACTION, False)
         expect_equal(LABEL, "fma.rn.f32 in the PTX", "fma.rn.f32" in text, False)
         expect_equal(LABEL, "conversions to bf16 round to nearest", "cvt.rn.bf16" in text, True)
         for approximate in ("sqrt.approx", "div.full", "div.approx", "rsqrt.approx", "ex2.approx", "cos.approx"):

@@ -335,7 +335,7 @@ BAD_CALLS: dict[str, tuple[tuple[str, ...], Change]] = {
     "meta-strided": (("meta", "contiguous"), lambda a: {"meta": torch.zeros(2, 8, dtype=torch.int64)[:, ::2]}),
     "pools-require-grad": (
         ("meta[0]", "requires grad"),
-        lambda a: {"meta": KVPoolTable([p.requires_grad_() for p in pools((5, 1, 8))], pools((5, 1, 8)))},
+        lambda a: {"meta": KVPoolTable([p.clone().requires_grad_() for p in a["meta"].keys], a["meta"].values)},
     ),
     "locs-on-another-device": (("locs", "device meta"), lambda a: {"locs": a["locs"].to("meta")}),
     "positions-on-another-device": (("positions", "device meta"), lambda a: {"positions": a["positions"].to("meta")}),

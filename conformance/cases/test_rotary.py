@@ -67,6 +67,7 @@ BAD: dict[str, tuple[tuple[str, ...], Callable[[], object]]] = {
     "odd-rotary-dim": (("rotary_dim", "63"), lambda: RotaryTable(63, 1e6, 4)),
     "zero-rotary-dim": (("rotary_dim", "0"), lambda: RotaryTable(0, 1e6, 4)),
     "bool-rotary-dim": (("rotary_dim", "True"), lambda: RotaryTable(True, 1e6, 4)),
+    "fractional-rotary-dim": (("rotary_dim", "64.0"), lambda: RotaryTable(64.0, 1e6, 4)),  # type: ignore[arg-type]
     "negative-base": (("theta", "-1.0"), lambda: RotaryTable(64, -1.0, 4)),
     "zero-base": (("theta", "0.0"), lambda: RotaryTable(64, 0.0, 4)),
     "nan-base": (("theta", "nan"), lambda: RotaryTable(64, float("nan"), 4)),

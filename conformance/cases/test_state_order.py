@@ -17,7 +17,7 @@ from dspark.ops import fused_commit_track_indices, fused_conv_window_scatter_mul
 
 from ..fixtures.calls.state_scatter import OP, Call, Sizes, base, debugging, dense, place, run, windows
 from ..fixtures.guard import Arena, to_bits
-from ..fixtures.lane import Lane
+from ..fixtures.lane import Lane, no_synchronisation
 from ..fixtures.ledger import Label, expect_equal, expect_raises
 from ..fixtures.oracles.state_scatter import scattered
 from ..fixtures.streams import Stream
@@ -145,11 +145,8 @@ def test_nothing_waits_for_the_device(path: str, arena: Arena) -> None:
     call = contended(Stream("order/sync"), 7, Sizes(2, 9, 7, 4))
     placed = place(call, arena, path)
     placed.compute()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronisation():
         placed.compute()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     for index, (dst, state) in enumerate(zip(placed.destinations, call.states, strict=True)):
         expect_equal(Label(OP, path), f"state {index}", to_bits(dst), scattered(state.dst, state.src, call.sets))
 

@@ -93,7 +93,7 @@ class RopeParameters:
 
         ``ValueError`` for a rotary_dim that is not a positive even int.
         """
-        if isinstance(rotary_dim, bool) or rotary_dim <= 0 or rotary_dim % 2:
+        if not isinstance(rotary_dim, int) or rotary_dim <= 0 or rotary_dim % 2:
             raise ValueError(f"rotary_dim: got {rotary_dim!r}, need a positive even int")
         exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim
         plain = 1.0 / torch.pow(torch.tensor(self.theta, dtype=torch.float64), exponents)
