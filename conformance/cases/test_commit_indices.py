@@ -88,6 +88,7 @@ CASES = (
     given("F4-4-negative-lengths-are-faults", [1, 6, 2, 1, 3], [-1, -256, 255, -4, 254]),
     given("F4-4-negative-lengths-are-faults/interval-4", [1, 6, 2, 1], [-1, -4, 3, -5], interval=4),
     given("F4-4-negative-lengths-are-faults/interval-1", [1, 6, 2, 1], [-1, -4, 3, -5], interval=1),
+    given("F4-4-minus-one-is-negative", [2, 1], [255, -1]),
     given("a-negative-length-of-a-row-that-accepts-nothing-is-not-looked-at", [0, 2, -3], [-1, 255, -(1 << 40)]),
     given("accept-length-beyond-depth-is-a-fault", [7, 1, 2**31 - 1, 6], [255, 255, 255, 250]),
     given("accept-length-beyond-depth-and-negative-length", [7, 1, 6, 1], [-1, 255, 250, -9]),

@@ -65,7 +65,7 @@ SIZES = Sizes(3, 4, 3, 3)
 """The last index of every dimension, times 2^30 elements, is beyond int32."""
 ENTRY = (3, 3)
 DIMENSIONS = {"dst": ("layer", "slot"), "src": ("layer", "request", "step", "outer", "inner")}
-ROWS = RowSet([3, 0, 2], [2, 1, 0], [0, 1, 2])
+ROWS = RowSet([3, 0, 2], [2, 0, 1], [0, 1, 2])
 
 
 def strides_around(shape: tuple[int, ...], at: int, stride: int) -> tuple[int, ...]:
@@ -111,13 +111,13 @@ def test_f4_8_other_strides(name: str, dimension: str, stride: str, path: str, a
 INDICES = ("slots", "steps", "sources", "track slots", "track steps")
 
 
-def far_index(argument: str, stride: int, rows: int, path: str, arena: Arena) -> None:
-    """One scatter with one index tensor far apart; every committed slot but the first is tracked by a later row."""
+def far_index(argument: str, stride: int, rows: int, path: str, arena: Arena, last_step: int = 2) -> None:
+    """One scatter with one index tensor far apart; two committed slots are tracked by other rows."""
     label = Label(state_scatter.OP, path)
     state = dense(Stream("offsets/index"), SIZES, ENTRY)
     sets = [RowSet(ROWS.slots[:rows], ROWS.steps[:rows], [0, 1, 2][:rows] if argument == "sources" else None)]
     if argument != "sources":
-        sets.append(RowSet([1, 3, 0][:rows], [2, 0, 2][:rows]))
+        sets.append(RowSet([1, 3, 0][:rows], [2, 0, last_step][:rows]))
     values = dict(zip(INDICES, (*sets[0], *(sets[1][:2] if len(sets) > 1 else ())), strict=False))
     far = vast.place(np.array(values[argument]), torch.int32, (stride,), arena.device)
     index = {
@@ -137,6 +137,11 @@ def far_index(argument: str, stride: int, rows: int, path: str, arena: Arena) ->
 @pytest.mark.parametrize("argument", INDICES)
 def test_f3_16_index_strides(argument: str, path: str, arena: Arena) -> None:
     far_index(argument, FAR, 3, path, arena)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_f3_16_a_track_row_far_away_that_is_skipped_takes_nothing(path: str, arena: Arena) -> None:
+    far_index("track steps", FAR, 3, path, arena, last_step=-1)
 
 
 @pytest.mark.parametrize("path", PATHS)

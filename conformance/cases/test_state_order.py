@@ -4,7 +4,7 @@ nothing that waits for the device, and duplicates in debug mode (CONTRACTS.md se
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from unittest import mock
 
@@ -14,6 +14,7 @@ import torch
 
 from dspark import faults, pointers
 from dspark.ops import fused_commit_track_indices, fused_conv_window_scatter_multi
+from dspark.ops.state_scatter import kernel
 
 from ..fixtures.calls.state_scatter import OP, Call, Sizes, base, debugging, dense, place, run, windows
 from ..fixtures.guard import Arena, to_bits
@@ -40,7 +41,7 @@ def programs_reversed() -> Iterator[None]:
 
 
 def contended(stream: Stream, rows: int, sizes: Sizes) -> Call:
-    """Every committed slot is tracked too, by another row; some track rows are skipped, for either reason."""
+    """Committed slots are tracked too, by the next row, the last one included; some track rows are skipped."""
     states = (dense(stream.child("dense"), sizes, (3, 40)), windows(stream.child("view"), sizes, 24, 3))
     slots = stream.permutation(sizes.slots)[:rows]
     steps = stream.integers(0, sizes.width, (rows,))
@@ -51,7 +52,7 @@ def contended(stream: Stream, rows: int, sizes: Sizes) -> Call:
 
 
 @pytest.mark.lanes(Lane.INTERPRET)
-@pytest.mark.parametrize("call", [contended(Stream("order"), 7, Sizes(2, 9, 7, 4)), base()], ids=["contended", "base"])
+@pytest.mark.parametrize("call", [contended(Stream("order"), 8, Sizes(2, 9, 8, 4)), base()], ids=["contended", "base"])
 def test_f3_15_programs_in_reversed_order_give_the_same_bytes(call: Call, arena: Arena) -> None:
     label = Label(OP, "fused")
     forward = run(call, label, arena, "fused")
@@ -59,6 +60,19 @@ def test_f3_15_programs_in_reversed_order_give_the_same_bytes(call: Call, arena:
         backward = run(call, label, Arena(arena.device), "fused")
     for index, (one, other) in enumerate(zip(forward, backward, strict=True)):
         expect_equal(label, f"state {index}, last program first", other, one)
+
+
+@pytest.mark.lanes(Lane.INTERPRET)
+@pytest.mark.parametrize("backward", [False, True], ids=["first-program-first", "last-program-first"])
+def test_f3_15_the_whole_track_set_is_searched(backward: bool, arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four rows at a time; the rows that take a slot are in the first, the second and the last, broken block."""
+    monkeypatch.setattr(kernel, "INTERPRETER_ROWS", 4)
+    state = dense(Stream("order/long"), Sizes(1, 12, 9, 2), (2, 4))
+    commit = np.array([0, 1, -1, -1, -1, -1, -1, 2, 3])
+    track = np.array([9, 10, 3, -1, 4, 2, 5, 1, 0])
+    call = Call("multi", (state,), commit, np.ones(9, np.int64), None, track, np.zeros(9, np.int64))
+    with programs_reversed() if backward else nullcontext():
+        run(call, Label(OP, "fused"), arena, "fused")
 
 
 @pytest.mark.lanes(Lane.CUDA)

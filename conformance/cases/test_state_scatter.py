@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from dspark.ops.state_scatter import kernel
+from dspark.ops.state_scatter import eager, kernel
+from dspark.ops.state_scatter.checks import Pair
+from dspark.ops.state_scatter.kernel import WIDE
 
 from ..fixtures.calls.state_scatter import OP, Call, Sizes, State, dense, run, unified, windows
 from ..fixtures.guard import Arena
-from ..fixtures.ledger import Label
+from ..fixtures.ledger import Label, expect_equal
 from ..fixtures.shapes import GRIDS, TARGETS, StateShape
 from ..fixtures.streams import Stream
 
@@ -267,12 +269,25 @@ def test_states_do_not_depend_on_the_tile(id: str, path: str, arena: Arena, monk
     run(case.build(Stream(case.id)), Label(OP, path), arena, path)
 
 
-@pytest.mark.parametrize("path", ["fused"])
-def test_a_long_track_set_is_searched_to_its_end(path: str, arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("GPU_ROWS", "INTERPRETER_ROWS"):
-        monkeypatch.setattr(kernel, name, 4)
-    sizes = Sizes(1, 12, 9, 2)
-    state = dense(Stream("state/long-track"), sizes, (2, 4))
-    commit, track = np.array([0, 1, 2, -1, -1, -1, -1, -1, -1]), np.array([9, 10, 11, 3, 2, 4, 5, 1, 0])
-    call = Call("multi", (state,), commit, np.zeros(9, np.int64), track_slots=track, track_steps=np.ones(9, np.int64))
-    run(call, Label(OP, path), arena, path)
+@pytest.mark.parametrize("layers", [1, 2])
+def test_states_do_not_depend_on_how_many_layers_are_gathered(
+    layers: int, arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = unified(dense(Stream("state/layers"), Sizes(3, 4, 2, 2), (5, 3)))
+    monkeypatch.setattr(eager, "LAYER_BUDGET", layers * 2 * 5 * 3 * 2)
+    run(Call("window", (state,), np.array([3, 0]), np.array([1, 0])), Label(OP, "eager"), arena, "eager")
+
+
+@pytest.mark.parametrize(("address", "declared"), [("as-placed", WIDE), ("one-element-on", 2), ("two-elements-on", 4)])
+def test_what_is_declared_to_the_compiler_is_true(address: str, declared: int, arena: Arena) -> None:
+    """An interpreter does not look at alignment; a GPU faults on it, and is slow without it."""
+    on = {"as-placed": 0, "one-element-on": 1, "two-elements-on": 2}[address]
+    storage = torch.zeros(4096, dtype=torch.bfloat16, device=arena.device)
+    src = torch.zeros(2, 3, 4, 16, 3, dtype=torch.bfloat16, device=arena.device)
+    for layer, slot in ((1024, 64), (1024 + on, 64), (1024, 64 + on)):
+        dst = storage[on:].as_strided((2, 5, 16, 3), (layer, slot, 3, 1))
+        walk, words = kernel.walk_of(Pair(dst, src, "dst", "src"))
+        label = Label(OP, "fused")
+        expect_equal(label, "declared alignment", walk.aligned_bytes, declared)
+        addresses = [words[0] * walk.word_bytes, *words[1:8]]
+        expect_equal(label, "what is not aligned", [word for word in addresses if word % walk.aligned_bytes], [])
