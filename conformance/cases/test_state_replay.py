@@ -17,7 +17,7 @@ from dspark.runtime.state_pool import StateLayout, StatePool, VerifyStates
 from ..fixtures.calls.commit_indices import chain
 from ..fixtures.calls.state_scatter import OP, Call, Sizes, dense, patterns, run
 from ..fixtures.guard import Arena, from_bits, to_bits
-from ..fixtures.lane import Lane
+from ..fixtures.lane import Lane, captured
 from ..fixtures.ledger import Label, expect_equal, expect_raises
 from ..fixtures.streams import Stream
 
@@ -254,11 +254,7 @@ def test_f3_6_a_captured_commit_equals_replay(path: str, arena: Arena) -> None:
         index, accepted, lengths = static
         states.commit(index, accepted, lengths, INTERVAL, path=path)
 
-    commit()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        commit()
+    graph = captured(commit)
     for count, lens in enumerate([(1, 5, 3, 0), (4, 4, 0, 5), (5, 1, 5, 5), (1, 0, 2, 3)]):
         conv, ssm = worker.draw(width)
         worker.fill(states, conv, ssm)

@@ -284,8 +284,8 @@ def test_what_is_declared_to_the_compiler_is_true(address: str, declared: int, a
     on = {"as-placed": 0, "one-element-on": 1, "two-elements-on": 2}[address]
     storage = torch.zeros(4096, dtype=torch.bfloat16, device=arena.device)
     src = torch.zeros(2, 3, 4, 16, 3, dtype=torch.bfloat16, device=arena.device)
-    for layer, slot in ((1024, 64), (1024 + on, 64), (1024, 64 + on)):
-        dst = storage[on:].as_strided((2, 5, 16, 3), (layer, slot, 3, 1))
+    for start, layer, slot in ((on, 1024, 64), (0, 1024 + on, 64), (0, 1024, 64 + on)):
+        dst = storage[start:].as_strided((2, 5, 16, 3), (layer, slot, 3, 1))
         walk, words = kernel.walk_of(Pair(dst, src, "dst", "src"))
         label = Label(OP, "fused")
         expect_equal(label, "declared alignment", walk.aligned_bytes, declared)

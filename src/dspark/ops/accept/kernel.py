@@ -59,9 +59,8 @@ def accept_kernel(
         mask=row_live[:, None] & (columns < WIDTH - 1)[None, :],
         other=0,
     ).to(tl.int64)
-    # The last column has no candidate: it ends every run, whatever the padding holds (no id may ever match padding).
-    ends_run = (candidates != target) | (columns >= WIDTH - 1)[None, :]
-    correct = tl.min(tl.where(ends_run, columns[None, :], WIDTH - 1), axis=1)
+    # The last column has no candidate: it gives WIDTH - 1 whether it matches the padding or not, so that is the most.
+    correct = tl.min(tl.where(candidates != target, columns[None, :], WIDTH - 1), axis=1)
     if HAS_VERIFY_LENS:
         lens = tl.load(verify_lens_ptr + rows * verify_lens_stride, mask=row_live, other=1).to(tl.int64)
         out_of_range = row_live & ((lens < 1) | (lens > WIDTH))

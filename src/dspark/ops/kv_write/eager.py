@@ -29,7 +29,7 @@ class RowRules:
 
     def named(self) -> torch.Tensor:
         """bool ``[T]``: rows that are committed and name a row of their own; the others are skipped."""
-        named = (self.locs >= 0) & (self.locs >= self.reserved_rows)
+        named = self.locs >= self.reserved_rows  # reserved_rows is not negative, so this skips negative locs too
         if self.commit_lens is not None and self.row_width is not None:
             columns = torch.arange(self.row_width, device=self.locs.device)
             named &= (columns[None, :] < self.commit_lens[:, None]).reshape(-1)

@@ -81,7 +81,7 @@ def kv_write_kernel(
         lens = tl.load(commit_lens_ptr + request * commit_lens_stride, mask=named, other=0).to(tl.int64)
         named = named & (rows - request * row_width < lens)
     locs = tl.load(locs_ptr + rows * locs_stride, mask=named, other=-1).to(tl.int64)
-    named = named & (locs >= 0) & (locs >= reserved_rows)
+    named = named & (locs >= reserved_rows)  # reserved_rows is not negative, so this skips negative locs too
     positions = tl.load(positions_ptr + rows * positions_stride, mask=named, other=0).to(tl.int64)
     outside_table = named & ((positions < 0) | (positions >= table_rows))
     fault_bits = tl.where(outside_table, POSITION_FAULT_MASK, 0).to(tl.int64)
