@@ -17,7 +17,7 @@ from torch import nn
 
 from dspark import dispatch, pointers
 from dspark.model.stacked import StackedLayers, stacked_view
-from dspark.runtime.kv_pool import KVPool, StaleRowsError
+from dspark.runtime.pools import KVPool, StaleRowsError
 
 from ..fixtures.calls.kv_inject import OP, Call, base, build_layers, build_pool, run_with
 from ..fixtures.guard import Arena, to_bits

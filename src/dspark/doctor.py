@@ -20,7 +20,7 @@ from dspark.ops import (
     fused_kv_norm_rope_write,
     table_qk_norm_rope_,
 )
-from dspark.runtime.kv_pool import KVPool
+from dspark.runtime.pools import KVPool
 
 
 def _accept(device: torch.device) -> None:

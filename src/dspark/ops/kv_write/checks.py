@@ -11,10 +11,7 @@ from dspark import dispatch, faults
 from dspark.dispatch import Check, Path
 from dspark.machine import MachineFacts
 from dspark.ops.machine_checks import MACHINE_CHECKS
-
-MAX_HEAD_DIM = 256
-"""Elements of one head that the kernel holds in one tile row."""
-WEIGHT_DTYPES = (torch.bfloat16, torch.float32)
+from dspark.ops.norm_rope.checks import HEAD_CHECKS, WEIGHT_DTYPES
 
 
 @dataclass(frozen=True)
@@ -46,18 +43,6 @@ def _weight_dtype(facts: Facts) -> tuple[bool, Hashable]:
     return facts.weight_dtype in WEIGHT_DTYPES, facts.weight_dtype
 
 
-def _table_dtype(facts: Facts) -> tuple[bool, Hashable]:
-    return facts.table_dtype == torch.float32, facts.table_dtype
-
-
-def _table_column_stride(facts: Facts) -> tuple[bool, Hashable]:
-    return facts.table_column_stride == 1, facts.table_column_stride
-
-
-def _head_dim(facts: Facts) -> tuple[bool, Hashable]:
-    return facts.head_dim <= MAX_HEAD_DIM, facts.head_dim
-
-
 def _pool_dtype(facts: Facts) -> tuple[bool, Hashable]:
     return set(facts.pool_dtypes) <= {torch.bfloat16}, facts.pool_dtypes
 
@@ -75,9 +60,7 @@ CHECKS = (
     Check("kv-dtype", "kv must be bfloat16", _kv_dtype),
     Check("kv-column-stride", "the columns of kv must be adjacent (stride 1)", _kv_column_stride),
     Check("k-norm-weight-dtype", "k_norm_weights must be bfloat16 or float32", _weight_dtype),
-    Check("table-dtype", "cos_sin_cache must be float32: a narrower table changes the angles", _table_dtype),
-    Check("table-column-stride", "the columns of cos_sin_cache must be adjacent (stride 1)", _table_column_stride),
-    Check("head-dim", f"head_dim must be at most {MAX_HEAD_DIM}", _head_dim),
+    *HEAD_CHECKS,
     Check("pool-dtype", "every K and V pool must be bfloat16", _pool_dtype),
     Check("pool-inner-strides", "heads and elements of a pool row must be dense", _pool_inner_strides),
     Check(

@@ -4,7 +4,7 @@ Grid: (token blocks, head blocks, layers). Tile, one program: BLOCK_TOKENS rows 
 
             kv[token, layer]                                         pools of the layer
           +----------------------+---------------------+
-    K     |  x1 [R/2]   x2 [R/2] |  xp [D - R]         |  -> norm, rotate ->  K[loc]   (tile of qk_norm_rope)
+    K     |  x1 [R/2]   x2 [R/2] |  xp [D - R]         |  -> norm, rotate ->  K[loc]   (norm_rope/kernel.py)
           +----------------------+---------------------+
     V     |  raw bits [D]                              |  -> copied       ->  V[loc]
           +--------------------------------------------+
@@ -24,7 +24,7 @@ from dspark.ops.index_math.kernel import nonnegative_quotient
 from dspark.ops.kv_write.checks import LOC_FAULT, POSITION_FAULT
 from dspark.ops.kv_write.eager import RowRules
 from dspark.ops.launch import launching, tile_elements
-from dspark.ops.norm_rope.kernel import inverse_rms, normed
+from dspark.ops.norm_rope.kernel import norm_rotate_heads
 
 GPU_TILE = 2048
 GPU_HEADS = 8
@@ -102,7 +102,7 @@ def kv_write_kernel(
     v_stride = tl.load(pools_ptr + layer * 4 + 3).to(tl.int64)
 
     heads = tl.program_id(1).to(tl.int64) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS).to(tl.int64)
-    live = row_live[:, None, None] & (heads < NUM_HEADS)[None, :, None]
+    head_live = heads < NUM_HEADS
     in_row = heads[None, :, None] * HEAD_DIM
     source = kv_ptr + layer * kv_layer_stride + rows[:, None, None] * kv_token_stride + in_row
     k_target = k_pool + locs[:, None, None] * k_stride + in_row
@@ -110,44 +110,28 @@ def kv_write_kernel(
 
     d = tl.arange(0, BLOCK_DIM)[None, None, :]
     v_source = (source + NUM_HEADS * HEAD_DIM).to(tl.pointer_type(tl.int16), bitcast=True)
-    v_live = live & (d < HEAD_DIM)
+    v_live = row_live[:, None, None] & head_live[None, :, None] & (d < HEAD_DIM)
     v = tl.load(v_source + d, mask=v_live, other=0).to(tl.int16)
     tl.store(v_target + d, v, mask=v_live)
 
-    # Columns are 64-bit because they are multiplied by the stride of the weights.
-    i = tl.arange(0, BLOCK_HALF).to(tl.int64)
-    half_live = i < HALF
-    if NEOX:
-        first, second = i, i + HALF
-    else:
-        first, second = 2 * i, 2 * i + 1
-    pair_live = live & half_live[None, None, :]
-    x1 = tl.load(source + first[None, None, :], mask=pair_live, other=0.0).to(tl.float32)
-    x2 = tl.load(source + second[None, None, :], mask=pair_live, other=0.0).to(tl.float32)
-    sum_of_squares = tl.sum(x1 * x1, axis=2) + tl.sum(x2 * x2, axis=2)
-    if PASSED > 0:
-        j = tl.arange(0, BLOCK_PASSED).to(tl.int64)
-        passed = j + 2 * HALF
-        passed_live = live & (j < PASSED)[None, None, :]
-        xp = tl.load(source + passed[None, None, :], mask=passed_live, other=0.0).to(tl.float32)
-        sum_of_squares += tl.sum(xp * xp, axis=2)
-    inverse = inverse_rms(sum_of_squares, HEAD_DIM, eps)[:, :, None]
-
+    table_row = table_ptr + positions * table_stride
     weights = weights_ptr + layer * weights_layer_stride
-    w1 = tl.load(weights + first * weights_stride, mask=half_live, other=0.0).to(tl.float32)
-    w2 = tl.load(weights + second * weights_stride, mask=half_live, other=0.0).to(tl.float32)
-    y1 = normed(x1, inverse, w1[None, None, :])
-    y2 = normed(x2, inverse, w2[None, None, :])
-    angle_ptr = table_ptr + positions[:, None] * table_stride + i[None, :]
-    angle_live = row_live[:, None] & half_live[None, :]
-    cos = tl.load(angle_ptr, mask=angle_live, other=0.0).to(tl.float32)[:, None, :]
-    sin = tl.load(angle_ptr + HALF, mask=angle_live, other=0.0).to(tl.float32)[:, None, :]
-    tl.store(k_target + first[None, None, :], (y1 * cos - y2 * sin).to(tl.bfloat16), mask=pair_live)
-    tl.store(k_target + second[None, None, :], (y2 * cos + y1 * sin).to(tl.bfloat16), mask=pair_live)
-    if PASSED > 0:
-        wp = tl.load(weights + passed * weights_stride, mask=j < PASSED, other=0.0).to(tl.float32)
-        yp = normed(xp, inverse, wp[None, None, :])
-        tl.store(k_target + passed[None, None, :], yp.to(tl.bfloat16), mask=passed_live)
+    norm_rotate_heads(
+        source,
+        k_target,
+        table_row,
+        row_live,
+        head_live,
+        weights,
+        weights_stride,
+        eps,
+        HEAD_DIM,
+        HALF,
+        PASSED,
+        NEOX,
+        BLOCK_HALF,
+        BLOCK_PASSED,
+    )
 
 
 def kv_write_fused(

@@ -1,4 +1,17 @@
-"""Norm and rotation of heads inside a kernel: called by other kernels, launched by none."""
+"""Norm and rotation of heads inside a kernel: called by the kernels of ``qk_norm_rope`` and ``kv_write``.
+
+Tile: BLOCK_TOKENS rows x BLOCK_HEADS heads, each element loaded and stored once.
+
+                 rotated half 1      rotated half 2      passed through
+               +-------------------+-------------------+------------------+
+    (row, head)|  x1 [R/2]         |  x2 [R/2]         |  xp [D - R]      |   -> sum of squares over the head -> inv
+               +-------------------+-------------------+------------------+
+                 y1 = bf16(x1 inv w)  y2                   yp
+                 y1 c - y2 s          y2 c + y1 s          yp
+
+Neox style pairs (i, i + R/2), otherwise (2i, 2i + 1); either way both elements of a pair are in the same thread.
+Arithmetic is fp32.
+"""
 
 from __future__ import annotations
 
@@ -20,4 +33,60 @@ def inverse_rms(sum_of_squares, HEAD_DIM: tl.constexpr, eps):
 @triton.jit
 def normed(x, inverse, weight):
     """x * inv * w in fp32, rounded once to bf16, and back in fp32 for the rotation."""
-    return (x * inverse * weight).to(tl.bfloat16).to(tl.float32)
+    return (x * inverse * weight[None, None, :]).to(tl.bfloat16).to(tl.float32)
+
+
+@triton.jit
+def norm_rotate_heads(
+    source,
+    target,
+    table_row,
+    row_live,
+    head_live,
+    weights_ptr,
+    weights_stride,
+    eps,
+    HEAD_DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    PASSED: tl.constexpr,
+    NEOX: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_PASSED: tl.constexpr,
+):
+    """Norm and rotate the heads at ``source`` and store them at ``target``.
+
+    source, target: pointers ``[rows, heads, 1]`` to the first element of each head. table_row: pointers ``[rows]`` to
+    the row's cosines, followed by its sines. row_live, head_live: masks ``[rows]``, ``[heads]``.
+    """
+    live = row_live[:, None, None] & head_live[None, :, None]
+    # Columns are 64-bit because they are multiplied by the stride of the weights.
+    i = tl.arange(0, BLOCK_HALF).to(tl.int64)
+    half_live = i < HALF
+    if NEOX:
+        first, second = i, i + HALF
+    else:
+        first, second = 2 * i, 2 * i + 1
+    pair_live = live & half_live[None, None, :]
+    x1 = tl.load(source + first[None, None, :], mask=pair_live, other=0.0).to(tl.float32)
+    x2 = tl.load(source + second[None, None, :], mask=pair_live, other=0.0).to(tl.float32)
+    sum_of_squares = tl.sum(x1 * x1, axis=2) + tl.sum(x2 * x2, axis=2)
+    if PASSED > 0:
+        j = tl.arange(0, BLOCK_PASSED).to(tl.int64)
+        passed = j + 2 * HALF
+        passed_live = live & (j < PASSED)[None, None, :]
+        xp = tl.load(source + passed[None, None, :], mask=passed_live, other=0.0).to(tl.float32)
+        sum_of_squares += tl.sum(xp * xp, axis=2)
+    inverse = inverse_rms(sum_of_squares, HEAD_DIM, eps)[:, :, None]
+
+    w1 = tl.load(weights_ptr + first * weights_stride, mask=half_live, other=0.0).to(tl.float32)
+    w2 = tl.load(weights_ptr + second * weights_stride, mask=half_live, other=0.0).to(tl.float32)
+    y1, y2 = normed(x1, inverse, w1), normed(x2, inverse, w2)
+    angle = table_row[:, None] + i[None, :]
+    angle_live = row_live[:, None] & half_live[None, :]
+    cos = tl.load(angle, mask=angle_live, other=0.0).to(tl.float32)[:, None, :]
+    sin = tl.load(angle + HALF, mask=angle_live, other=0.0).to(tl.float32)[:, None, :]
+    tl.store(target + first[None, None, :], (y1 * cos - y2 * sin).to(tl.bfloat16), mask=pair_live)
+    tl.store(target + second[None, None, :], (y2 * cos + y1 * sin).to(tl.bfloat16), mask=pair_live)
+    if PASSED > 0:
+        wp = tl.load(weights_ptr + passed * weights_stride, mask=j < PASSED, other=0.0).to(tl.float32)
+        tl.store(target + passed[None, None, :], normed(xp, inverse, wp).to(tl.bfloat16), mask=passed_live)

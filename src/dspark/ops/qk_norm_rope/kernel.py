@@ -1,16 +1,8 @@
 """``qk_norm_rope`` as one Triton kernel, in place.
 
-Tile, one program: BLOCK_TOKENS rows x BLOCK_HEADS heads, all Q or all K, each element loaded and stored once.
-
-                 rotated half 1      rotated half 2      passed through
-               +-------------------+-------------------+------------------+
-    (row, head)|  x1 [R/2]         |  x2 [R/2]         |  xp [D - R]      |   -> sum of squares over the head -> inv
-               +-------------------+-------------------+------------------+
-                 y1 = bf16(x1 inv w)  y2                   yp
-                 y1 c - y2 s          y2 c + y1 s          yp
-
-Neox style pairs (i, i + R/2), otherwise (2i, 2i + 1); either way both elements of a pair are in the same thread.
-Arithmetic is fp32; contraction is declared off, so the compiled kernel rounds each product as the eager path does.
+Grid: (token blocks, head blocks). A program's heads are all Q or all K; its tile is that of ``norm_rope/kernel.py``,
+with source and target the same. Contraction is declared off, so the compiled kernel rounds each product as the eager
+path does.
 """
 
 from __future__ import annotations
@@ -21,7 +13,7 @@ import triton.language as tl
 
 from dspark import faults
 from dspark.ops.launch import launching, tile_elements
-from dspark.ops.norm_rope.kernel import inverse_rms, normed
+from dspark.ops.norm_rope.kernel import norm_rotate_heads
 from dspark.ops.qk_norm_rope.checks import POSITION_FAULT
 
 GPU_TILE = 4096
@@ -81,50 +73,43 @@ def qk_norm_rope_kernel(
         head_live = head_in_part < NUM_Q
         heads = head_in_part
 
-    # Columns are 64-bit because they are multiplied by the strides of the weights.
-    i = tl.arange(0, BLOCK_HALF).to(tl.int64)
-    half_live = i < HALF
-    if NEOX:
-        first, second = i, i + HALF
-    else:
-        first, second = 2 * i, 2 * i + 1
     head_ptr = qkv_ptr + rows[:, None, None] * qkv_stride + heads.to(tl.int64)[None, :, None] * HEAD_DIM
-    live = row_live[:, None, None] & head_live[None, :, None]
-    pair_live = live & half_live[None, None, :]
-    x1 = tl.load(head_ptr + first[None, None, :], mask=pair_live, other=0.0).to(tl.float32)
-    x2 = tl.load(head_ptr + second[None, None, :], mask=pair_live, other=0.0).to(tl.float32)
-    sum_of_squares = tl.sum(x1 * x1, axis=2) + tl.sum(x2 * x2, axis=2)
-    if PASSED > 0:
-        j = tl.arange(0, BLOCK_PASSED).to(tl.int64)
-        passed = j + 2 * HALF
-        passed_live = live & (j < PASSED)[None, None, :]
-        xp = tl.load(head_ptr + passed[None, None, :], mask=passed_live, other=0.0).to(tl.float32)
-        sum_of_squares += tl.sum(xp * xp, axis=2)
-
+    table_row = table_ptr + positions * table_stride
+    # The two weights may differ in dtype, so each branch reads its own.
     if is_k:
-        eps = k_eps
-        w1 = tl.load(k_weight_ptr + first * k_weight_stride, mask=half_live, other=0.0).to(tl.float32)
-        w2 = tl.load(k_weight_ptr + second * k_weight_stride, mask=half_live, other=0.0).to(tl.float32)
+        norm_rotate_heads(
+            head_ptr,
+            head_ptr,
+            table_row,
+            row_live,
+            head_live,
+            k_weight_ptr,
+            k_weight_stride,
+            k_eps,
+            HEAD_DIM,
+            HALF,
+            PASSED,
+            NEOX,
+            BLOCK_HALF,
+            BLOCK_PASSED,
+        )
     else:
-        eps = q_eps
-        w1 = tl.load(q_weight_ptr + first * q_weight_stride, mask=half_live, other=0.0).to(tl.float32)
-        w2 = tl.load(q_weight_ptr + second * q_weight_stride, mask=half_live, other=0.0).to(tl.float32)
-    inverse = inverse_rms(sum_of_squares, HEAD_DIM, eps)[:, :, None]
-    y1 = normed(x1, inverse, w1[None, None, :])
-    y2 = normed(x2, inverse, w2[None, None, :])
-    angle_ptr = table_ptr + positions[:, None] * table_stride + i[None, :]
-    angle_live = row_live[:, None] & half_live[None, :]
-    cos = tl.load(angle_ptr, mask=angle_live, other=0.0).to(tl.float32)[:, None, :]
-    sin = tl.load(angle_ptr + HALF, mask=angle_live, other=0.0).to(tl.float32)[:, None, :]
-    tl.store(head_ptr + first[None, None, :], (y1 * cos - y2 * sin).to(tl.bfloat16), mask=pair_live)
-    tl.store(head_ptr + second[None, None, :], (y2 * cos + y1 * sin).to(tl.bfloat16), mask=pair_live)
-    if PASSED > 0:
-        if is_k:
-            wp = tl.load(k_weight_ptr + passed * k_weight_stride, mask=j < PASSED, other=0.0).to(tl.float32)
-        else:
-            wp = tl.load(q_weight_ptr + passed * q_weight_stride, mask=j < PASSED, other=0.0).to(tl.float32)
-        yp = normed(xp, inverse, wp[None, None, :])
-        tl.store(head_ptr + passed[None, None, :], yp.to(tl.bfloat16), mask=passed_live)
+        norm_rotate_heads(
+            head_ptr,
+            head_ptr,
+            table_row,
+            row_live,
+            head_live,
+            q_weight_ptr,
+            q_weight_stride,
+            q_eps,
+            HEAD_DIM,
+            HALF,
+            PASSED,
+            NEOX,
+            BLOCK_HALF,
+            BLOCK_PASSED,
+        )
 
 
 def qk_norm_rope_fused(

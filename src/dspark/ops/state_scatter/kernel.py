@@ -1,4 +1,5 @@
-"""``state_scatter`` as one Triton kernel: all types, all layers and both sets in one launch.
+"""``state_scatter`` as one Triton kernel: all layers and both sets in one launch, which all types share that are walked
+alike (dense ones of any dtype; windows of one K).
 
 Tile, one program: one index row, BLOCK_LAYERS layers, BLOCK_WORDS words of one type's entry. A row that writes nothing
 ends after its indices.
