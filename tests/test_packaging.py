@@ -69,3 +69,12 @@ def test_the_table_of_conditions_names_every_check_of_the_draft_path() -> None:
     for op in ("kv_inject", "kv_write", "attention", "qk_norm_rope"):
         for check in dispatch.registry()[op]:
             assert f"`{check.id}`" in table, f"{op}: {check.id}"
+
+
+@pytest.mark.parametrize("version", ["3.6.0", "3.9.0"])
+def test_the_other_constraints_differ_in_triton_only(version: str) -> None:
+    usual, other = (
+        (ROOT / name).read_text().splitlines()[1:] for name in ("constraints.txt", f"constraints-triton-{version}.txt")
+    )
+    differing = [(a, b) for a, b in zip(usual, other, strict=True) if a != b]
+    assert differing == [("triton==3.7.1", f"triton=={version}")]
