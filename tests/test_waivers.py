@@ -35,8 +35,8 @@ def test_a_glob_reads_brackets_as_they_are(tmp_path: Path) -> None:
     (waiver,) = waivers.load(written(tmp_path, [GOOD]))
     assert waiver.matches("test_a.py::test_x[one/two]")
     assert not waiver.matches("test_a.py::test_xo")
-    assert waivers.waiver_of([waiver], "test_a.py::test_x[one/two]") is waiver
-    assert waivers.waiver_of([waiver], "test_b.py::test_x[one/two]") is None
+    assert waivers.waiver_of((waiver,), "test_a.py::test_x[one/two]") is waiver
+    assert waivers.waiver_of((waiver,), "test_b.py::test_x[one/two]") is None
 
 
 @pytest.mark.parametrize(
@@ -58,11 +58,11 @@ def test_bad_entries_are_refused(entry: dict[str, object], tmp_path: Path) -> No
 def test_expired_and_unmatched_waivers_are_problems() -> None:
     waiver = Waiver(**GOOD)
     case = "test_a.py::test_x[one/two]"
-    assert waivers.problems([waiver], [case], TODAY) == []
-    assert waivers.problems([waiver], None, TODAY) == []
-    assert waivers.problems([waiver], [case], datetime.date(2026, 12, 31)) == []
-    (expired,) = waivers.problems([waiver], [case], datetime.date(2027, 1, 1))
+    assert waivers.problems((waiver,), [case], TODAY) == []
+    assert waivers.problems((waiver,), None, TODAY) == []
+    assert waivers.problems((waiver,), [case], datetime.date(2026, 12, 31)) == []
+    (expired,) = waivers.problems((waiver,), [case], datetime.date(2027, 1, 1))
     assert "expired" in expired
     assert waiver.owner in expired
-    (unmatched,) = waivers.problems([waiver], ["test_a.py::test_y"], TODAY)
+    (unmatched,) = waivers.problems((waiver,), ["test_a.py::test_y"], TODAY)
     assert "matches no case" in unmatched

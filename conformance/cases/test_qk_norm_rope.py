@@ -228,6 +228,7 @@ CASES = (
     small("row-stride-odd", row_padding=7),
     small("no-q-heads", heads=(0, 3)),
     small("no-k-heads", heads=(3, 0)),
+    small("no-heads-at-all-not-even-a-fault", heads=(0, 0), **positions_are([3, 99])),
     small("five-q-heads-one-k-head", heads=(5, 1)),
     small("F1-25-positions-repeat", **positions_are([5, 5, 5, 6])),
     small("F1-9-positions-past-the-table-leave-their-rows", **positions_are([61, 62, 63, 64, 65, 66])),

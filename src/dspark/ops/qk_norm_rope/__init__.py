@@ -83,7 +83,10 @@ def table_qk_norm_rope_(
         table_column_stride=cos_sin_cache.stride(1),
         head_dim=head_dim,
     )
-    if dispatch.choose(OP, call, path) is dispatch.Path.FUSED:
+    taken = dispatch.choose(OP, call, path)
+    if qkv.shape[0] == 0 or num_q_heads + num_k_heads == 0:
+        return
+    if taken is dispatch.Path.FUSED:
         from dspark.ops.qk_norm_rope.kernel import qk_norm_rope_fused as compute
     else:
         compute = qk_norm_rope_eager

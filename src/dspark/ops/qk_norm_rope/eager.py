@@ -24,8 +24,6 @@ def qk_norm_rope_eager(
     is_neox_style: bool,
 ) -> None:
     """See :func:`dspark.ops.table_qk_norm_rope_`; arguments are validated."""
-    if positions.numel() == 0:
-        return
     rows = cos_sin_cache.shape[0]
     bad = (positions < 0) | (positions >= rows)
     faults.set_where(bad, POSITION_FAULT)

@@ -126,10 +126,8 @@ def qk_norm_rope_fused(
     rotary_dim: int,
     is_neox_style: bool,
 ) -> None:
-    """See :func:`dspark.ops.table_qk_norm_rope_`; arguments are validated and eligible."""
+    """See :func:`dspark.ops.table_qk_norm_rope_`; arguments are validated, eligible and not empty."""
     tokens = qkv.shape[0]
-    if tokens == 0 or num_q_heads + num_k_heads == 0:
-        return
     half, passed = rotary_dim // 2, head_dim - rotary_dim
     widest = triton.next_power_of_2(max(num_q_heads, num_k_heads))
     block_heads = min(widest, tile_elements(GPU_HEADS, widest))
