@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from dspark import faults
 from dspark.ops import compute_dflash_correct_drafts_and_bonus
 
 from ..fixtures.calls.accept import OP, Call, run
@@ -117,7 +118,7 @@ CASES = (
     lens("verify-lens-int64-strided", [1, 2, 3, 4, 4, 1, 3], gap=2),
     *(
         lens(f"verify-len-{value}-is-a-fault-and-clamped", [4, value, 2, 1])
-        for value in (0, -1, 5, 1 << 40, -(1 << 40))
+        for value in (0, -1, 5, 1 << 40, -(1 << 40), (1 << 32) + 2)
     ),
     Case("F1-1-graph-padding-rows", graph_padding),
 )
@@ -127,6 +128,15 @@ CASES = (
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_window(case: Case, path: str, arena: Arena) -> None:
     run(case.build(Stream(case.id)), Label(OP, path), arena, path)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_verify_len_out_of_range_is_clamped(path: str, arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CPU tensors the call raises; what it returns beside a fault, as on a GPU, is seen where nobody looks."""
+    monkeypatch.setattr(faults, "finish", lambda device: None)
+    target = np.arange(20).reshape(5, 4)
+    candidates = np.concatenate([np.zeros((5, 1), np.int64), target[:, :-1]], axis=1)
+    run(Call(candidates, target, np.array([0, -1, 5, 1 << 20, 2])), Label(OP, path), arena, path)
 
 
 def tensor(*shape: int, dtype: torch.dtype = torch.int64, device: str | torch.device = "cpu") -> torch.Tensor:

@@ -159,6 +159,22 @@ def test_pairs_of_violations_are_all_named(op: str, lane: Any, arena: Arena) -> 
     check()
 
 
+BROKEN = {
+    "no-gpu-either": {**MACHINE["no-triton"], **MACHINE["no-gpu-no-interpreter"]},
+    "unfaithful-too": {**MACHINE["no-triton"], **MACHINE["interpreter-unfaithful"]},
+}
+
+
+@pytest.mark.parametrize("op", [op for op, module in OPS.items() if getattr(module, "ON_MACHINE", True)])
+@pytest.mark.parametrize("broken", BROKEN)
+def test_without_triton_nothing_else_about_the_machine_is_a_reason(broken: str, op: str, arena: Arena) -> None:
+    """Triton is the remedy, and what it will run is not known before; said here, and not read from the registry."""
+    call = replace(OPS[op].base(), machine=BROKEN[broken])
+    with dispatch.observed() as outcomes:
+        OPS[op].run(call, Label(op, "eager"), arena, None)
+    expect_decision(Label(op, "eager"), of_op(op, outcomes), "eager", ["no-triton"])
+
+
 REFUSED = [(op, check) for op, module in OPS.items() for check in refusals(module)]
 
 

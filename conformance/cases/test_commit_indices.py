@@ -100,6 +100,8 @@ CASES = (
     ),
     given("one-column", [1, 0, 1, 1], [255, 255, 254, 0], depth=1),
     given("no-columns", [0, 0], [255, 254], depth=0),
+    given("no-columns-in-a-batch-that-does-not-fill-its-tile", [0, -1, 0], [255, 254, 0], depth=0),
+    tree(3, 1024, 1024, "deepest-that-is-fused"),
     given("no-columns-but-a-length", [0, 1], [255, 254], depth=0),
     given("no-rows", [], []),
     given("no-rows-no-seq-lens", [], None),

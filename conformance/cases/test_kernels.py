@@ -22,7 +22,7 @@ from dspark.ops.launch import launching
 from ..fixtures.calls import kv_write, qk_norm_rope
 from ..fixtures.emulation import BF16, FP32, decode, encode, round_to
 from ..fixtures.guard import Arena, to_bits
-from ..fixtures.kernel_source import KERNEL_FILES, breaches
+from ..fixtures.kernel_source import KERNEL_FILES, breaches, contraction, source_of
 from ..fixtures.lane import Lane
 from ..fixtures.ledger import Label, expect_equal
 from ..fixtures.streams import Stream
@@ -82,7 +82,13 @@ def test_widening_is_exact_for_every_pattern(arena: Arena) -> None:
 
 @pytest.mark.parametrize("file", KERNEL_FILES, ids=lambda file: file.parent.name)
 def test_kernel_source_keeps_the_rules(file: Path) -> None:
-    expect_equal(LABEL, f"breaches in {file.parent.name}", breaches(file.read_text()), [])
+    expect_equal(LABEL, f"breaches in {file.parent.name}", breaches(source_of(file)), [])
+
+
+@pytest.mark.parametrize("file", KERNEL_FILES, ids=lambda file: file.parent.name)
+def test_f4_7_kernel_source_declares_contraction_off(file: Path) -> None:
+    """The interpreter contracts nothing, so this lane can only read the declaration; the cuda lane reads the PTX."""
+    expect_equal(LABEL, f"contraction in {file.parent.name}", set(contraction(source_of(file))) <= {"False"}, True)
 
 
 BROKEN = {

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from dspark.runtime.kv_pool import STORAGE_DTYPES, KVPool
+from dspark.runtime.kv_pool import STORAGE_DTYPES, KVPool, StaleRowsError
 
 from ..fixtures.guard import Arena, to_bits
 from ..fixtures.ledger import Label, expect_equal, expect_raises
@@ -54,6 +54,25 @@ def test_f1_7_negative_and_reserved_locs_are_skipped(arena: Arena) -> None:
     touched = pool.get_key_buffer(1).float().abs().sum((1, 2)).cpu().numpy() > 0
     expect_equal(LABEL, "rows", touched, np.array([False, False, False, True, True]))
     expect_equal(LABEL, "valid rows", to_bits(pool.valid_rows), touched)
+
+
+def test_f1_5_a_row_that_was_not_written_since_it_was_freed_is_refused(arena: Arena) -> None:
+    pool = KVPool(6, 2, 2, 8, device=arena.device)
+    k, v = rows(arena, 3)
+    written = torch.tensor([0, 2, 5], device=arena.device)
+    pool.set_kv_buffer(LAYER, written, k, v)
+    pool.require_valid(written)
+    pool.free(torch.tensor([0, -1], device=arena.device))
+    expect_equal(LABEL, "valid rows", pool.valid_rows.tolist(), [False, False, True, False, False, True])
+    asked = torch.tensor([5, 0, 2, 1], device=arena.device)
+    error = expect_raises(LABEL, StaleRowsError, ["without draft K and V", "[0, 1]"], lambda: pool.require_valid(asked))
+    expect_equal(LABEL, "rows of the error", error.rows, [0, 1])
+
+
+def test_k_and_v_are_interleaved_only_when_asked(arena: Arena) -> None:
+    for given, row in (({}, 16), ({"interleaved": True}, 32)):
+        key, value = KVPool(3, 1, 2, 8, device=arena.device, **given).get_kv_buffer(0)  # type: ignore[arg-type]
+        expect_equal(LABEL, "elements from row to row", [key.stride(0), value.stride(0)], [row, row])
 
 
 BAD: dict[str, tuple[tuple[str, ...], Callable[[], object]]] = {

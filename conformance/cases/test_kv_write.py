@@ -208,6 +208,31 @@ def test_pools_by_pointer(case: Case, arena: Arena) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
+def test_f1_5_rows_that_are_written_are_marked_valid_and_no_others(path: str, arena: Arena) -> None:
+    """A skipped row marks nothing, not even the byte before the first row."""
+    keys, values = ([torch.zeros(6, 1, 4, dtype=torch.bfloat16, device=arena.device)] for _ in range(2))
+    flags = torch.zeros(8, dtype=torch.bool, device=arena.device)
+    fused_kv_norm_rope_write(
+        torch.ones(4, 8, dtype=torch.bfloat16, device=arena.device),
+        KVPoolTable(keys, values, flags[1:7]),
+        torch.ones(1, 4, device=arena.device),
+        torch.ones(2, 4, device=arena.device),
+        torch.zeros(4, dtype=torch.int64, device=arena.device),
+        torch.tensor([-1, 3, 0, 5], device=arena.device),
+        1,
+        4,
+        4,
+        1e-6,
+        torch.tensor([4], device=arena.device),
+        4,
+        reserved_rows=1,
+        path=path,
+    )
+    marked = [False, False, False, False, True, False, True, False]
+    expect_equal(Label(OP, path), "flags, from the byte before the first row", flags.tolist(), marked)
+
+
+@pytest.mark.parametrize("path", PATHS)
 def test_both_layouts_give_the_same_bytes(path: str, arena: Arena) -> None:
     call = random_call(Stream("layouts"), 12, 3, 2, 64)
     packed = run(call, Label(OP, path), arena, path)
@@ -308,6 +333,7 @@ BAD_CALLS: dict[str, tuple[tuple[str, ...], Change]] = {
         ("cos_sin_cache", "(4, 6)"),
         lambda a: {"cos_sin_cache": a["cos_sin_cache"][:, :6]},
     ),
+    "table-of-no-dimension": (("cos_sin_cache", "2 dimensions"), lambda a: {"cos_sin_cache": a["cos_sin_cache"][0, 0]}),
     "table-of-one-dimension": (("cos_sin_cache", "2 dimensions"), lambda a: {"cos_sin_cache": a["cos_sin_cache"][0]}),
     "table-integer": (("cos_sin_cache", "int64"), lambda a: {"cos_sin_cache": a["cos_sin_cache"].long()}),
     "rotary-dim-odd": (("rotary_dim", "7"), lambda a: {"rotary_dim": 7}),

@@ -83,17 +83,19 @@ def test_accept_verify_lens(path: str, arena: Arena) -> None:
     )
 
 
-def small_call() -> qk_norm_rope.Call:
+def small_call(rotary_dim: int) -> qk_norm_rope.Call:
     """Three rows of two heads of four elements: index 2 or 3 times 2^30 is beyond int32 in every argument."""
-    call = qk_norm_rope.random_call(Stream("offsets"), 3, 1, 1, 4, table_rows=3)
+    call = qk_norm_rope.random_call(Stream("offsets"), 3, 1, 1, 4, rotary_dim=rotary_dim, table_rows=3)
     return replace(call, positions=np.array([2, 1, 2]), rows=call.rows[:, :12])
 
 
-def far_call(argument: str, stride: int, path: str, device: torch.device) -> tuple[qk_norm_rope.Call, torch.Tensor]:
+def far_call(
+    argument: str, stride: int, path: str, device: torch.device, rotary_dim: int = 4
+) -> tuple[qk_norm_rope.Call, torch.Tensor]:
     """Make the call with one argument far apart; returns the call and the rows after it."""
-    call = small_call()
+    call = small_call(rotary_dim)
     bf16, fp32 = torch.bfloat16, torch.float32
-    table = table_rows(np.arange(3), 4, call.theta)
+    table = table_rows(np.arange(3), rotary_dim, call.theta)
     bits = {
         "qkv": (bits_of(call.rows, bf16), bf16, (stride, 1)),
         "positions": (call.positions, torch.int32, (stride,)),
@@ -105,7 +107,15 @@ def far_call(argument: str, stride: int, path: str, device: torch.device) -> tup
     tensors = {name: arena.place(name, *bits[name][:2]) for name in bits if name != argument}
     far = vast.place(*bits[argument], device)
     tensors[argument] = far.view
-    table_qk_norm_rope_(**tensors, num_q_heads=1, num_k_heads=1, head_dim=4, eps=call.eps, path=path)  # type: ignore[arg-type]
+    table_qk_norm_rope_(
+        **tensors,  # type: ignore[arg-type]
+        num_q_heads=1,
+        num_k_heads=1,
+        head_dim=4,
+        eps=call.eps,
+        rotary_dim=rotary_dim,
+        path=path,
+    )
     far.verify(Label(qk_norm_rope.OP, path), argument)
     return call, tensors["qkv"]
 
@@ -114,6 +124,13 @@ def far_call(argument: str, stride: int, path: str, device: torch.device) -> tup
 @pytest.mark.parametrize("argument", ["qkv", "positions", "q_weight", "k_weight", "cos_sin_cache"])
 def test_qk_norm_rope(argument: str, path: str, arena: Arena) -> None:
     call, rows = far_call(argument, FAR, path, arena.device)
+    qk_norm_rope.judge_rows(call, Label(qk_norm_rope.OP, path), to_bits(rows))
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("argument", ["q_weight", "k_weight"])
+def test_qk_norm_rope_weights_of_what_is_not_rotated(argument: str, path: str, arena: Arena) -> None:
+    call, rows = far_call(argument, FAR, path, arena.device, rotary_dim=2)
     qk_norm_rope.judge_rows(call, Label(qk_norm_rope.OP, path), to_bits(rows))
 
 

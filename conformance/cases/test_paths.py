@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import itertools
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 
 import numpy as np
+import pytest
 import torch
 
 from dspark import dispatch
 from dspark.ops import table_qk_norm_rope_
 
-from ..fixtures.calls import kv_write, qk_norm_rope
+from ..fixtures.calls import OPS, kv_write, qk_norm_rope
 from ..fixtures.calls.kv_write import random_call
 from ..fixtures.guard import Arena
 from ..fixtures.ledger import Label, expect_decision, expect_equal
@@ -66,3 +71,52 @@ def test_f5_8_the_callers_slice_of_packed_rows_is_fused(arena: Arena) -> None:
         kv_write.run(call, Label(kv_write.OP, "fused"), arena, None)
     expect_decision(Label(kv_write.OP, "fused"), outcomes, "fused", [])
     expect_equal(Label(kv_write.OP, "fused"), "rows written", len(call.window.written()), int(np.size(call.locs)))
+
+
+IMPLEMENTATIONS = {
+    "accept_eager", "accept_fused",
+    "commit_indices_eager", "commit_indices_fused",
+    "kv_write_eager", "kv_write_fused",
+    "qk_norm_rope_eager", "qk_norm_rope_fused",
+    "state_scatter_eager", "state_scatter_fused",
+    "_write_by_layer", "_write_fused",
+}  # fmt: skip
+RAN = {
+    ("kv_inject", "fused"): ["_write_fused", "kv_write_fused", "finish", "finish"],
+    ("kv_inject", "eager"): ["_write_by_layer", "finish"],
+    ("attention", "fused"): ["qk_norm_rope_fused", "finish", "finish"],
+    ("attention", "eager"): ["finish"],
+}
+"""What an operation of the model calls; any other operation calls its own implementation and looks for faults."""
+
+
+@contextmanager
+def called() -> Iterator[list[str]]:
+    """The implementations that run within the block, and the ends of public operations, in order."""
+    names: list[str] = []
+
+    def note(frame: FrameType, event: str, argument: object) -> None:
+        del argument
+        code = frame.f_code
+        wanted = code.co_name in IMPLEMENTATIONS or (
+            code.co_name == "finish" and code.co_filename.endswith("faults.py")
+        )
+        if event == "call" and wanted:
+            names.append(code.co_name)
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        yield names
+    finally:
+        sys.setprofile(before)
+
+
+@pytest.mark.parametrize("path", ["fused", "eager"])
+@pytest.mark.parametrize("op", OPS)
+def test_the_path_that_was_decided_is_the_one_that_runs(op: str, path: str, arena: Arena) -> None:
+    """Both paths give equal results, so only this tells them apart; and each call ends by looking for faults."""
+    module = OPS[op]
+    with called() as names, dispatch.forced(path):
+        module.run(module.base(), Label(op, path), arena, path)
+    expect_equal(Label(op, path), "what ran", names, RAN.get((op, path), [f"{op}_{path}", "finish"]))

@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 import torch
 
+from dspark import faults
 from dspark.ops import table_qk_norm_rope_
 
 from ..fixtures.calls.qk_norm_rope import OP, Call, random_call, run
 from ..fixtures.emulation import BF16, decode, encode, round_to
 from ..fixtures.envelope import norm
-from ..fixtures.guard import Arena
-from ..fixtures.ledger import Label, expect_equal, expect_raises
+from ..fixtures.guard import Arena, to_bits
+from ..fixtures.ledger import Label, expect_equal, expect_fault, expect_raises
 from ..fixtures.streams import Stream
 
 PATHS = ("fused", "eager")
@@ -209,6 +210,7 @@ BAD_CALLS: dict[str, tuple[tuple[str, ...], Change]] = {
         ("cos_sin_cache", "(4, 6)"),
         lambda a: {"cos_sin_cache": a["cos_sin_cache"][:, :6]},
     ),
+    "table-of-no-dimension": (("cos_sin_cache", "2 dimensions"), lambda a: {"cos_sin_cache": a["cos_sin_cache"][0, 0]}),
     "table-of-one-dimension": (("cos_sin_cache", "2 dimensions"), lambda a: {"cos_sin_cache": a["cos_sin_cache"][0]}),
     "table-integer": (("cos_sin_cache", "int32"), lambda a: {"cos_sin_cache": a["cos_sin_cache"].int()}),
     "rotary-dim-odd": (("rotary_dim", "5", "even"), lambda a: {"rotary_dim": 5}),
@@ -256,3 +258,19 @@ def test_parameters_that_require_grad_are_served_without_grad_mode(path: str, ar
             table_qk_norm_rope_(**{**call, "q_weight": weight, "path": path})
         results.append(call["qkv"].float().cpu().numpy().tolist())
     expect_equal(label, "result", results[1], results[0])
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_table_without_rows_makes_every_position_a_fault(path: str, arena: Arena) -> None:
+    rows = torch.ones(2, 12, dtype=torch.bfloat16, device=arena.device)
+    one = torch.ones(4, device=arena.device)
+    positions = torch.tensor([0, 1], device=arena.device)
+    label = Label(OP, path)
+
+    def call() -> None:
+        table_qk_norm_rope_(rows, positions, one, one, torch.ones(0, 4, device=arena.device), 1, 1, 4, 1e-6, path=path)
+        faults.check()
+
+    error = expect_raises(label, faults.IndexFaultError, ["position-out-of-range"], call)
+    expect_fault(label, error, [(OP, "position-out-of-range")])
+    expect_equal(label, "rows", to_bits(rows), np.full((2, 12), 0x3F80, np.uint16))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -289,3 +290,17 @@ def test_pool_errors(bad: str) -> None:
     expect_equal(
         label, "its slots serve again", sorted([pool.state_indices[2].item(), pool.track_indices[2].item()]), [2, 3]
     )
+
+
+def test_what_the_pools_do_unless_told_otherwise() -> None:
+    """Slot 0 is for padding rows, windows of one request overlap, and what is tracked needs an interval."""
+    label = Label(OP, "defaults")
+    pool = StatePool(StateLayout(1, (4,), 3), 1, 3, "cpu")
+    pool.admit(0)
+    expect_equal(label, "the first slot that is given away", pool.state_indices.tolist(), [1])
+    states = VerifyStates(pool, 4)
+    window = states.intermediate_conv_window[0]
+    expect_equal(label, "one step further on is one token further on", window.stride(2), window.stride(4))
+    ones = torch.ones(1, dtype=torch.int64)
+    commit = functools.partial(states.commit, torch.zeros(1, 4, dtype=torch.int64), ones, ones)
+    expect_raises(label, ValueError, ["mamba_track_interval", "0"], commit)
