@@ -21,6 +21,7 @@ from ..fixtures.calls import OPS
 from ..fixtures.guard import Arena
 from ..fixtures.ledger import Label, expect_decision, expect_equal, expect_raises, expect_refused
 from ..fixtures.violations import MACHINE
+from ..fixtures.world import DRAWN
 
 Violation = Callable[[Any], Any]
 
@@ -151,7 +152,7 @@ def test_pairs_of_violations_are_all_named(op: str, lane: Any, arena: Arena) -> 
     def check(pair: tuple[str, str], swap: bool) -> None:
         first, second = reversed(pair) if swap else pair
         call = table[second](table[first](module.base()))
-        label = Label(op, "eager")
+        label = Label(op, DRAWN)
         with dispatch.observed() as outcomes:
             module.run(call, label, Arena(arena.device), None)
         expect_decision(label, of_op(op, outcomes), "eager", expected_reasons(op, set(pair)))

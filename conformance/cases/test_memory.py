@@ -20,7 +20,7 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from ..fixtures import guard
+from ..fixtures import guard, world
 from ..fixtures.calls import accept, commit_indices, kv_write, qk_norm_rope, state_scatter
 from ..fixtures.cliff import Say, expect_done, in_child
 from ..fixtures.guard import Arena
@@ -239,7 +239,7 @@ BY_OP = {module.OP: (module, calls) for module, calls in DRAWN.items()}
 @pytest.mark.parametrize("op", BY_OP)
 def test_any_index_value_stride_and_offset(op: str, path: str, lane: Lane, arena: Arena) -> None:
     module, calls = BY_OP[op]
-    label = Label(op, path)
+    label = Label(op, world.DRAWN)
 
     def fuzz(say: Say) -> None:
         @settings(
