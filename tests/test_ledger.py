@@ -292,6 +292,7 @@ def filled() -> Ledger:
         faults_seen={("op", "low")},
         census={("op", "eager", "a"): 3, ("op", "fused", "eligible"): 4},
         not_offered={"cases/test_a.py::test_gpu"},
+        waived={"test_a.py::test_excused"},
         collected_files={"test_a.py", "test_b.py"},
         collected=7,
         deselected=2,
@@ -312,6 +313,7 @@ def test_counts_add_up_and_collection_facts_are_united() -> None:
     other.violated, other.faults_seen = {("op", "b")}, {("op", "high")}
     other.census = {("op", "eager", "a"): 1, ("new", "eager", "z"): 1}
     other.not_offered, other.collected_files = {"cases/test_b.py::test_gpu"}, {"test_b.py", "test_c.py"}
+    other.waived = {"test_b.py::test_excused"}
     merged.absorb(other.to_data())
     assert merged == Ledger(
         rows={LABEL: row_from(6, step=2), OTHER: row_from(10), Label("new", "-"): Row(cases=1)},
@@ -319,15 +321,8 @@ def test_counts_add_up_and_collection_facts_are_united() -> None:
         faults_seen={("op", "low"), ("op", "high")},
         census={("op", "eager", "a"): 4, ("op", "fused", "eligible"): 4, ("new", "eager", "z"): 1},
         not_offered={"cases/test_a.py::test_gpu", "cases/test_b.py::test_gpu"},
+        waived={"test_a.py::test_excused", "test_b.py::test_excused"},
         collected_files={"test_a.py", "test_b.py", "test_c.py"},
         collected=7,
         deselected=2,
     )
-
-
-@pytest.mark.parametrize(
-    ("text", "piece"),
-    [("No draft is right", "no-draft-is-right"), ("~eps W=4.5 +1", "~eps-w=4.5-+1"), ("-a/b_c-", "a-b-c")],
-)
-def test_slugs(text: str, piece: str) -> None:
-    assert ledger.slug(text) == piece

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-import dspark.model.kv_inject  # registers the checks of the draft path
+import dspark.model.kv_inject  # noqa: F401  registers the checks of the draft path
 from dspark import dispatch
 
 ROOT = Path(__file__).resolve().parent.parent
