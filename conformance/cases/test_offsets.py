@@ -201,6 +201,7 @@ def far_kv_call(argument: str, strides: tuple[int, ...], path: str, device: torc
         ("commit_lens", (FAR,)),
         ("pool", (FAR, 4, 1)),
         ("pool", (FAR + 1, 4, 1)),
+        ("pool", (ROW_STRIDES["beyond-int32"], 4, 1)),
     ],
     ids=lambda value: value if isinstance(value, str) else "x".join(map(str, value)),
 )
