@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -24,19 +22,9 @@ from ..fixtures.guard import Arena, to_bits
 from ..fixtures.ledger import Label, expect_equal
 from ..fixtures.oracles.rotary import table_rows
 from ..fixtures.streams import Stream
+from ..fixtures.vast import FAR, STRIDES, released  # noqa: F401  an autouse fixture
 
 PATHS = ("fused", "eager")
-FAR = 1 << 30
-ROW_STRIDES = {"divisible-by-16": FAR, "odd": FAR + 1, "beyond-int32": (1 << 31) + 48}
-
-
-@pytest.fixture(autouse=True)
-def _released() -> Iterator[None]:
-    """Give the mapping back before the next case asks for one."""
-    yield
-    if torch.cuda.is_available():
-        gc.collect()
-        torch.cuda.empty_cache()
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -135,10 +123,10 @@ def test_qk_norm_rope_weights_of_what_is_not_rotated(argument: str, path: str, a
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("stride", ROW_STRIDES)
+@pytest.mark.parametrize("stride", STRIDES)
 def test_qk_norm_rope_row_stride(stride: str, path: str, arena: Arena) -> None:
     """Strides of 1, of multiples of 16 and beyond int32 are compiled as different specialisations."""
-    call, rows = far_call("qkv", ROW_STRIDES[stride], path, arena.device)
+    call, rows = far_call("qkv", STRIDES[stride], path, arena.device)
     qk_norm_rope.judge_rows(call, Label(qk_norm_rope.OP, path), to_bits(rows))
     before = bits_of(call.rows, torch.bfloat16)
     expect_equal(Label(qk_norm_rope.OP, path), "V columns", to_bits(rows)[:, 8:], before[:, 8:])
@@ -201,7 +189,7 @@ def far_kv_call(argument: str, strides: tuple[int, ...], path: str, device: torc
         ("commit_lens", (FAR,)),
         ("pool", (FAR, 4, 1)),
         ("pool", (FAR + 1, 4, 1)),
-        ("pool", (ROW_STRIDES["beyond-int32"], 4, 1)),
+        ("pool", (STRIDES["beyond-int32"], 4, 1)),
     ],
     ids=lambda value: value if isinstance(value, str) else "x".join(map(str, value)),
 )

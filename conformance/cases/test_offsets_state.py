@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
-
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -23,19 +20,9 @@ from ..fixtures.guard import Arena, to_bits
 from ..fixtures.ledger import Label, expect_equal
 from ..fixtures.oracles.state_scatter import RowSet, scattered
 from ..fixtures.streams import Stream
+from ..fixtures.vast import FAR, STRIDES, released  # noqa: F401  an autouse fixture
 
 PATHS = ("fused", "eager")
-FAR = 1 << 30
-STRIDES = {"divisible-by-16": FAR, "odd": FAR + 1, "beyond-int32": (1 << 31) + 48}
-
-
-@pytest.fixture(autouse=True)
-def _released() -> Iterator[None]:
-    """On a GPU these are real gigabytes: give them back before the next case asks for more."""
-    yield
-    if torch.cuda.is_available():
-        gc.collect()
-        torch.cuda.empty_cache()
 
 
 @pytest.mark.parametrize("path", PATHS)
