@@ -168,6 +168,8 @@ CASES = (
     rows_at("loc-and-position-out-of-range", [9, 11, 3, 4], [1, 99, 2, -5]),
     rows_at("skip-comes-before-fault", [-1, 2, 3], [99, 1, 2]),
     rows_at("every-row-is-a-fault", [10, 11], [1, 2]),
+    rows_at("pool-without-rows", [0, -1, 1], pool_rows=0),
+    rows_at("table-without-rows", [0, -1, 1], table_rows=0),
     rows_at("F1-20-padded-tail-is-not-written", [4, 5, -1, -1], [7, 8, 0, 0]),
     rows_at("F1-25-locs-and-positions-are-independent", [2, 9, 4, 7], [5, 5, 5, 6]),
     small("F2-14-K-and-V-interleaved-in-one-buffer", interleaved=True),
@@ -293,6 +295,7 @@ LENS = torch.tensor([1])
 Change = Callable[[dict[str, Any]], dict[str, Any]]
 BAD_CALLS: dict[str, tuple[tuple[str, ...], Change]] = {
     "kv-of-one-dimension": (("kv", "2 dimensions"), lambda a: {"kv": a["kv"][0]}),
+    "kv-of-no-dimension": (("kv", "2 dimensions"), lambda a: {"kv": a["kv"][0, 0]}),
     "kv-of-another-width": (("kv", "(3, 31)", "(3, 32)"), lambda a: {"kv": a["kv"][:, :31]}),
     "kv-layered-of-another-layer-count": (("kv", "(3, 3, 16)"), lambda a: {"kv": torch.ones(3, 3, 16).bfloat16()}),
     "kv-of-int32": (("kv", "int32"), lambda a: {"kv": a["kv"].int()}),
@@ -346,6 +349,10 @@ BAD_CALLS: dict[str, tuple[tuple[str, ...], Change]] = {
     "eps-negative": (("eps", "-1"), lambda a: {"eps": -1}),
     "reserved-rows-negative": (("reserved_rows", "-1"), lambda a: {"reserved_rows": -1}),
     "pool-rows-negative": (("pool_rows", "-1"), lambda a: {"pool_rows": -1}),
+    "pool-rows-of-a-bare-table-negative": (
+        ("pool_rows", "-1"),
+        lambda a: {"meta": torch.zeros(2, 4, dtype=torch.int64), "pool_rows": -1},
+    ),
     "pool-rows-that-contradict-the-table": (("pool_rows", "4", "5"), lambda a: {"pool_rows": 4}),
     "meta-of-another-layer-count": (
         ("meta", "1 layers", "2"),
@@ -412,6 +419,14 @@ BAD_POOLS: dict[str, tuple[tuple[str, ...], Callable[[], object]]] = {
         lambda: KVPoolTable(pools((5, 1, 8), 1), [pools((5, 1, 8))[0].to("meta")]),
     ),
     "not-a-tensor": (("keys[0]", "int"), lambda: KVPoolTable([1], [2])),  # type: ignore[list-item]
+    "valid-of-another-length": (
+        ("valid", "(4,)", "(5,)"),
+        lambda: KVPoolTable(pools((5, 1, 8), 1), pools((5, 1, 8), 1), torch.zeros(4, dtype=torch.bool)),
+    ),
+    "valid-of-bytes": (
+        ("valid", "uint8"),
+        lambda: KVPoolTable(pools((5, 1, 8), 1), pools((5, 1, 8), 1), torch.zeros(5, dtype=torch.uint8)),
+    ),
 }
 
 

@@ -25,6 +25,7 @@ from ..fixtures.streams import Stream
 from ..fixtures.vast import FAR, STRIDES, released  # noqa: F401  an autouse fixture
 
 PATHS = ("fused", "eager")
+POOLS = ("pool", "pool-of-values")
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -154,9 +155,9 @@ def far_kv_call(argument: str, strides: tuple[int, ...], path: str, device: torc
     arena, label = Arena(device), Label(kv_write.OP, path)
     tensors = {name: arena.place(name, *value) for name, value in plain.items() if name != argument}
     pools = [[arena.place("pool", empty, bf16, writes=empty == 0) for _ in range(2)] for _ in range(3)]
-    if argument == "pool":
+    if argument in POOLS:
         far = vast.place(empty, bf16, strides, device)
-        pools[1][0] = far.view
+        pools[1][POOLS.index(argument)] = far.view
     else:
         far = vast.place(*plain[argument], strides, device)
         tensors[argument] = far.view
@@ -190,6 +191,8 @@ def far_kv_call(argument: str, strides: tuple[int, ...], path: str, device: torc
         ("pool", (FAR, 4, 1)),
         ("pool", (FAR + 1, 4, 1)),
         ("pool", (STRIDES["beyond-int32"], 4, 1)),
+        ("pool-of-values", (FAR, 4, 1)),
+        ("pool-of-values", (STRIDES["beyond-int32"], 4, 1)),
     ],
     ids=lambda value: value if isinstance(value, str) else "x".join(map(str, value)),
 )
