@@ -89,7 +89,9 @@ def test_f3_16_state_strides(name: str, dimension: str, path: str, arena: Arena)
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("stride", ["odd", "beyond-int32"])
-@pytest.mark.parametrize(("name", "dimension"), [("dst", "slot"), ("src", "request")])
+@pytest.mark.parametrize(
+    ("name", "dimension"), [("dst", "slot"), ("src", "request"), ("src", "outer"), ("src", "inner")]
+)
 def test_f4_8_other_strides(name: str, dimension: str, stride: str, path: str, arena: Arena) -> None:
     """Odd ones leave no wide access; those beyond int32 are 64-bit before any multiplication."""
     scatter_far(name, dimension, STRIDES[stride], path, arena)

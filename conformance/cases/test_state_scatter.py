@@ -190,6 +190,7 @@ CASES = (
         **rows(slots=[5, 2, 0, 6, 1], steps=[4, 1, 3, 0, 2], sources=[2, 0, 1, -1, -1]),
     ),
     one("source-beyond-is-a-fault", plain, **rows(slots=[5, 2, 0], steps=[4, 1, 3], sources=[3, 4, 0])),
+    one("source-beyond-int32", plain, **rows(slots=[5, 2, 0], steps=[4, 1, 3], sources=[3, (1 << 32) + 1, 0])),
     one(
         "0.8-negative-source-is-skipped-ssm",
         plain,
@@ -204,6 +205,14 @@ CASES = (
     both_sets("F3-15-a-row-tracks-its-own-slot", [6, 1, 2, 3], [0, 1, 2, 3], [6, 1, 2, 3], [4, 4, 4, 4]),
     both_sets("a-skipped-track-row-takes-nothing", [6, 1, 2, 3], [0, 1, 2, 3], [3, 6, 1, 2], [-1, 3, -1, 1]),
     both_sets("a-faulty-track-row-takes-nothing", [6, 1, 2, 3], [0, 1, 2, 3], [3, 6, 1, 2], [5, 3, 6, 1]),
+    both_sets(
+        "a-track-slot-or-step-beyond-int32-takes-nothing",
+        [6, 1, 2, 3],
+        [0, 1, 2, 3],
+        [(1 << 32) + 6, 1, -1, 0],
+        [0, (1 << 32) + 1, 0, 4],
+        track_dtype=torch.int64,
+    ),
     both_sets(
         "a-track-row-beyond-the-sources-takes-nothing",
         [6, 1, 2, 3, -1],
