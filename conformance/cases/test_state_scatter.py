@@ -22,6 +22,7 @@ from ..fixtures.shapes import GRIDS, TARGETS, StateShape
 from ..fixtures.streams import Stream
 
 PATHS = ("fused", "eager")
+HALF, SINGLE = torch.float16, torch.float32
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,13 @@ def many_types(count: int) -> Case:
         )
 
     return Case(f"types/{count}", build)
+
+
+def three_dtypes(stream: Stream) -> Call:
+    """One conv type of each dtype that the kernel moves."""
+    dtypes = {"bf16": torch.bfloat16, "fp16": HALF, "fp32": SINGLE}
+    states = tuple(dense(stream.child(name), Sizes(2, 5, 2, 3), (3, 8), dtype) for name, dtype in dtypes.items())
+    return Call("multi", states, np.array([4, 1]), np.array([2, 0]))
 
 
 def entry_of(elements: int, dtype: torch.dtype) -> Case:
@@ -135,7 +143,6 @@ def fp32_signalling(stream: Stream, sizes: Sizes) -> State:
     return replace(state, src=payloads)
 
 
-HALF, SINGLE = torch.float16, torch.float32
 TOP = (1 << 63) - 1
 CASES = (
     *(of_target(shape, Sizes(2, 3, 2, 2) if shape.ssm_shape else Sizes(2, 5, 3, 4)) for shape in TARGETS),
@@ -161,6 +168,16 @@ CASES = (
     one("source-elements-apart", strided((6, 3), (2000, 400, 60, 6, 2))),
     one("source-rows-apart-elements-dense", strided((6, 8), (4000, 800, 120, 16, 1))),
     one("source-step-is-the-outer-dimension", strided((6, 3), (18, 36, 144, 3, 1))),
+    one(
+        "source-dimension-of-one-element-at-any-stride",
+        lambda s, sizes: dense(s, sizes, (2, 1, 3), src_strides=(240, 60, 12, 6, 999, 2)),
+        function="mamba",
+    ),
+    one(
+        "one-layer-of-stride-zero",
+        lambda s, sizes: dense(s, sizes._replace(layers=1), (6, 3), dst_strides=(0, 18, 3, 1)),
+    ),
+    Case("types-of-three-dtypes", three_dtypes),
     one("ssm-of-three-dimensions", lambda s, sizes: dense(s, sizes, (2, 3, 4), SINGLE), function="mamba"),
     one("ssm-of-four-dimensions", lambda s, sizes: dense(s, sizes, (2, 1, 3, 4), SINGLE), function="mamba"),
     one("one-element-per-slot", lambda s, sizes: dense(s, sizes, (), SINGLE), function="mamba"),

@@ -155,7 +155,6 @@ def _pair(dst: torch.Tensor, src: torch.Tensor, dst_name: str, src_name: str) ->
     need = (dst.shape[0], *src.shape[1:3], *dst.shape[2:])
     arguments.require_shape(src_name, src, need, f"[L, Rq, W, *st] with the layers and the entry of {dst_name}")
     arguments.require_dtype(src_name, src, (dst.dtype,))
-    arguments.require_writable(dst_name, dst)
     _require_apart(dst_name, dst)
     return Pair(dst, src, dst_name, src_name)
 
