@@ -185,6 +185,7 @@ def kv_write_calls(draw: Draw) -> kv_write.Call:
         row_padding=draw(st.integers(0, 6)),
         index_gap=draw(GAP),
         weight_gap=draw(GAP),
+        flag_gap=draw(st.integers(0, 3)),
         single_share=0.0,
     )
 

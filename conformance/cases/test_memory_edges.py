@@ -82,9 +82,9 @@ def kv_write_edges() -> Iterator[kv_write.Call]:
                 positions=np.resize([4, 4, FAR, -1, 5], rows),
                 neox=False,
             )
-            yield replace(call, positions=np.full(rows, 4), layered=True)
+            yield replace(call, positions=np.full(rows, 4), layered=True, flag_gap=1)
             yield replace(call, commit_lens=np.resize([width, FAR], batch), width=width, interleaved=True)
-            yield replace(wild, index_gap=2, weight_gap=2)
+            yield replace(wild, index_gap=2, weight_gap=2, flag_gap=2)
             yield replace(wild, commit_lens=np.resize([LOW, 1], batch), width=width, reserved_rows=1)
 
 
