@@ -21,7 +21,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from ..fixtures import guard, world
-from ..fixtures.calls import accept, commit_indices, kv_write, qk_norm_rope, state_scatter
+from ..fixtures.calls import accept, attention, commit_indices, kv_inject, kv_write, qk_norm_rope, state_scatter
 from ..fixtures.cliff import Say, expect_done, in_child
 from ..fixtures.guard import Arena
 from ..fixtures.lane import Lane
@@ -33,6 +33,8 @@ Draw = st.DrawFn
 PATHS = ("fused", "eager")
 EXAMPLES = {Lane.INTERPRET: 60, Lane.CUDA: 25}
 """Each shape is another compilation on a GPU."""
+LAYERED = {kv_inject.OP, attention.OP}
+"""A call of these builds layers; a third of the examples, since what they launch is fuzzed by itself."""
 INDEX = st.sampled_from([torch.int32, torch.int64])
 SIGNED = st.sampled_from([torch.int64, torch.int32, torch.int8, torch.int16, torch.int64])
 GAP = st.integers(1, 3)
@@ -226,12 +228,39 @@ def state_scatter_calls(draw: Draw) -> state_scatter.Call:
     )
 
 
+@st.composite
+def kv_inject_calls(draw: Draw) -> kv_inject.Call:
+    batch, width = draw(st.sampled_from([(1, 1), (5, 1), (2, 3)]))
+    rows, pool_rows = batch * width, draw(st.sampled_from([9, 1]))
+    lens = draw(st.none() | indices(torch.int32, width + 1, batch))
+    return replace(
+        kv_inject.base(),
+        pool_rows=pool_rows,
+        positions=draw(indices(torch.int64, kv_inject.base().table_rows, rows)),
+        locs=distinct(draw(indices(torch.int64, pool_rows, rows)), pool_rows),
+        commit_lens=lens,
+        width=None if lens is None else width,
+        reserved_rows=draw(st.integers(0, 2)),
+        interleaved=draw(st.booleans()),
+        neox=draw(st.booleans()),
+    )
+
+
+@st.composite
+def attention_calls(draw: Draw) -> attention.Call:
+    rows, table_rows = draw(st.sampled_from([1, 5])), draw(st.sampled_from([7, 1, 0]))
+    positions = draw(indices(torch.int64, table_rows, rows))
+    return replace(attention.base(), positions=positions, table_rows=table_rows, neox=draw(st.booleans()))
+
+
 DRAWN: dict[ModuleType, st.SearchStrategy[Any]] = {
     accept: accept_calls(),
     commit_indices: commit_indices_calls(),
     qk_norm_rope: qk_norm_rope_calls(),
     kv_write: kv_write_calls(),
     state_scatter: state_scatter_calls(),
+    kv_inject: kv_inject_calls(),
+    attention: attention_calls(),
 }
 BY_OP = {module.OP: (module, calls) for module, calls in DRAWN.items()}
 
@@ -247,7 +276,7 @@ def test_any_index_value_stride_and_offset(op: str, path: str, lane: Lane, arena
             derandomize=True,
             deadline=None,
             database=None,
-            max_examples=EXAMPLES[lane],
+            max_examples=EXAMPLES[lane] // (3 if op in LAYERED else 1),
             phases=[Phase.generate, Phase.shrink],
         )
         @given(call=calls, shifts=st.lists(st.integers(0, 15), min_size=1, max_size=6).map(tuple))
