@@ -34,6 +34,7 @@ from conformance.fixtures.envelope import (
     Rotation,
     additions,
     judge,
+    judge_fp32,
     norm,
     one_inv_explains,
 )
@@ -156,6 +157,42 @@ def test_a_choice_asks_for_the_inv_that_two_products_leave(dim: int) -> None:
             assert least / wider <= Fraction(normed.inv_if_high[0, i]) <= least
 
 
+def test_underflow_may_take_all_of_a_small_y_and_no_more() -> None:
+    """x*w*inv is 2**-135.5, and the first product may lose 2**-147 * 2**14: y is 0 or the smallest subnormal."""
+    normed = norm(np.array([[2.0**-133, 2.0**17]]), np.array([2.0**14, 1.0]), TINY_EPS)
+    assert (normed.low[0, 0], normed.high[0, 0]) == (0.0, 2.0**-133)
+    assert not np.signbit(normed.low[0, 0])
+
+
+@pytest.mark.parametrize("dim", [8, 2048])
+def test_the_bound_of_fp32_storage_is_the_contract_s(dim: int) -> None:
+    """Pinned to 2**-16 of its width: with y of every size, and where all y are 0 and only underflow is left."""
+    stream = Stream(f"envelope/fp32-bound/{dim}")
+    h = max(40, dim / 32 + 8)
+    for scale, zero in itertools.product((2.0**-20, 1.0), (False, True)):
+        x = fp32(stream.normal((2, dim)) * scale)
+        weight = fp32(np.zeros(dim) if zero else 1 + stream.normal(dim))
+        weight[-1] = 3.0
+        cos, sin = fp32(0.5 + stream.uniform((2, 2))), fp32(0.5 + stream.uniform((2, 2)))
+        verdict = judge_fp32(np.zeros((2, dim)), x, weight, TINY_EPS, Rotation(cos, sin, True))
+        inv = 1 / np.sqrt((x * x).mean(axis=1, keepdims=True) + float(np.float32(TINY_EPS)))
+        y, u = np.abs(x * weight * inv), float(U)
+        underflow = 2.0**-147 * np.maximum(1, np.maximum(np.abs(weight), inv))
+        want = y * (h / 2 + 13) * u + underflow
+        c, s, wide = np.abs(cos), np.abs(sin), (h / 2 + 16) * u
+        for at, (a, b) in ((slice(0, 2), (c, s)), (slice(2, 4), (s, c))):
+            want[:, at] = (
+                (y[:, :2] * a + y[:, 2:4] * b) * wide + a * underflow[:, :2] + b * underflow[:, 2:4] + 2.0**-147
+            )
+        assert (want <= verdict.bound).all()
+        assert (verdict.bound <= want * (1 + 2.0**-16)).all()
+        centred = verdict.expected == 0
+        assert centred.any() == zero
+        for out, inside in ((verdict.bound, True), (np.nextafter(verdict.bound, 1.0), False)):
+            ok = judge_fp32(np.where(centred, out, 0.0), x, weight, TINY_EPS, Rotation(cos, sin, True)).ok
+            assert (ok[centred] == inside).all()
+
+
 @pytest.mark.parametrize(("terms", "most"), [(1, 40), (2, 40), (1024, 40), (1056, 41), (1040, 40.5), (4096, 136)])
 def test_a_term_passes_40_additions_or_a_32nd_of_the_terms_and_8(terms: int, most: float) -> None:
     assert additions(terms) == most
@@ -183,6 +220,22 @@ def test_a_head_outside_the_domain_is_refused(case: tuple[list[float], list[floa
     x, weight, eps = case
     with pytest.raises(ValueError, match="outside the domain"):
         norm(np.array([[1.0, 1.0], x]), np.array(weight), eps)
+
+
+@pytest.mark.parametrize("case", OUTSIDE.values(), ids=OUTSIDE)
+def test_fp32_storage_outside_the_domain_is_refused(case: tuple[list[float], list[float], float]) -> None:
+    x, weight, eps = case
+    rows = np.array([[1.0, 1.0], x])
+    with pytest.raises(ValueError, match="outside the domain"):
+        judge_fp32(rows, rows, np.array(weight), eps, Rotation(np.ones((2, 1)), np.zeros((2, 1)), True))
+
+
+@pytest.mark.parametrize("eps", [0.0, 1e-6])
+def test_inf_makes_zeros_where_eps_is_zero_too(eps: float) -> None:
+    normed = norm(np.array([[np.inf, -1.0, 0.0]]), np.array([1.0, 1.0, -1.0]), eps)
+    for y in (normed.low[0], normed.high[0]):
+        assert np.isnan(y).tolist() == [True, False, False]
+        assert (y[1:].tolist(), np.signbit(y[1:]).tolist()) == ([0.0, 0.0], [True, True])
 
 
 @pytest.mark.parametrize("case", INSIDE)
@@ -305,7 +358,94 @@ def test_two_choices_of_a_head_need_one_inv(steps: int, one_inv_exists: bool, si
         assert np.nonzero(~verdict.single[0])[0].tolist() == sorted((above, below))
         accepted = [one_inv_exists or choice != (LOW, HIGH) for choice in choices]
         assert verdict.ok.all(axis=1).tolist() == accepted, (above, below)
-        assert verdict.ok[:, [above, below]].all(axis=1).tolist() == accepted
+        for row, one_inv_explains_it in enumerate(accepted):
+            # A head that no inv explains is cleared at each of its choices, and nowhere else.
+            cleared = [] if one_inv_explains_it else sorted((above, below))
+            assert set(cleared) <= set(np.nonzero(~verdict.ok[row])[0].tolist())
+
+
+def test_a_turn_the_other_way_is_rejected_in_each_output() -> None:
+    """y = (1.25, 0.5) turned by (1, 1/2) is (1, 1.125); turned back it is (1.5, -0.125)."""
+    out = np.array([[1.0, 1.125], [1.5, 1.125], [1.0, -0.125], [1.5, -0.125]])
+    verdict = judge_y((1.25, 0.5), out, np.ones(1), np.full(1, 0.5))
+    assert verdict.ok.all(axis=1).tolist() == [True, False, False, False]
+    assert verdict.ok.any(axis=1).tolist() == [True, False, False, False]
+
+
+def test_a_tie_with_infinity_lies_half_an_ulp_beyond_the_largest_value() -> None:
+    normed = norm(np.ones((1, 2)), np.array([65520.0, 1.0]), TINY_EPS, FP16)
+    assert (normed.low[0, 0], normed.high[0, 0]) == (65504.0, math.inf)
+    u = float(U)
+    assert 1 + u < normed.inv_if_low[0, 0] < 1 + 3 * u
+    assert 1 - 3 * u < normed.inv_if_high[0, 0] < 1 - u
+
+
+def test_the_eps_of_fp32_storage_is_rounded_first() -> None:
+    x, still = np.array([[1.0, -0.5]]), Rotation(np.ones((1, 1)), np.zeros((1, 1)), True)
+    rounded, given = (judge_fp32(x, x, np.ones(2), eps, still) for eps in (1.0, 1 + 2.0**-25))
+    assert (rounded.expected == given.expected).all()
+    assert (rounded.bound == given.bound).all()
+
+
+def test_where_an_element_is_wrong_by_itself_no_inv_is_looked_for() -> None:
+    y = np.array([1.25, 0.5, TIE + 9 * FP32_ULP, TIE - 9 * FP32_ULP])
+    mixture = np.array([1.0, 1.125, LOW, HIGH])
+    rows = np.array([mixture, mixture + np.array([0.0, 0.5, 0.0, 0.0])])
+    verdict = judge_y(y, rows, np.ones(1), np.full(1, 0.5))
+    assert verdict.ok.tolist() == [[True, True, False, False], [False, False, True, True]]
+
+
+@pytest.mark.parametrize(("steps", "single"), [(16, False), (17, True), (-16, False), (-17, True)])
+def test_a_y_within_32_u_of_a_tie_has_two_values_and_beyond_it_one(steps: int, single: bool) -> None:
+    """A step of the fp32 weight is 1.992 u: 16 of them are 31.9 u, and 17 are 33.9 u."""
+    normed = norm(np.ones((1, 2)), np.array([TIE + steps * FP32_ULP, 1.25]), TINY_EPS)
+    assert normed.single.tolist() == [[single, True]]
+    inv = 30 * float(U)
+    assert 1 - inv * (1 + 2.0**-10) < normed.inv_low[0] < 1 - inv
+    assert 1 + inv < normed.inv_high[0] < 1 + inv * (1 + 2.0**-10)
+
+
+@pytest.mark.parametrize(("above", "below"), [(4, 5), (0, 5), (5, 0), (4, 3), (3, 4), (0, 1), (0, 2), (2, 0)])
+def test_two_choices_of_elements_and_pairs_need_one_inv(above: int, below: int) -> None:
+    """As above, 9 steps apart: no inv gives low for the first and high for the second."""
+    weight = np.full(6, 1.25)
+    weight[above], weight[below] = TIE + 9 * FP32_ULP, TIE - 9 * FP32_ULP
+    y = np.repeat(weight[None], 4, 0)
+    choices = list(itertools.product((LOW, HIGH), repeat=2))
+    y[:, [above, below]] = choices
+    out = exactly_rotated(y, [(0, 2), (1, 3)], 1.0, 0.5)
+    verdict = judge_y(weight, out, np.full(2, 1.0), np.full(2, 0.5))
+    for row, choice in enumerate(choices):
+        cleared = sorted((above, below)) if choice == (LOW, HIGH) else []
+        assert np.nonzero(~verdict.ok[row])[0].tolist() == cleared
+
+
+def test_a_head_of_nothing_but_choices_needs_one_inv() -> None:
+    choices = np.array(list(itertools.product((LOW, HIGH), repeat=2)))
+    out = exactly_rotated(choices, [(0, 1)], 1.0, 0.5)
+    verdict = judge_y((TIE + 9 * FP32_ULP, TIE - 9 * FP32_ULP), out, np.ones(1), np.full(1, 0.5))
+    assert not verdict.single.any()
+    assert verdict.ok.tolist() == [[True, True], [False, False], [True, True], [True, True]]
+
+
+WITHIN = Interval(1.0, 3.0)
+EXPLAINED: list[tuple[list[list[Interval]], bool]] = [
+    ([], True),
+    ([[]], False),
+    ([[Interval(0.0, 0.5)]], False),
+    ([[Interval(4.0, 5.0)]], False),
+    ([[Interval(0.0, 1.0)]], True),
+    ([[Interval(3.0, 9.0)]], True),
+    ([[Interval(2.0, 2.0)], [Interval(2.0, 2.0)]], True),
+    ([[Interval(0.0, 1.0)], [Interval(2.0, 3.0)]], False),
+    ([[Interval(0.0, 1.0), Interval(2.0, 3.0)], [Interval(2.0, 2.5)]], True),
+    ([[Interval(0.0, 2.0)], [Interval(2.0, math.inf)]], True),
+]
+
+
+@pytest.mark.parametrize(("choices", "explained"), EXPLAINED)
+def test_one_inv_explains_by_hand(choices: list[list[Interval]], explained: bool) -> None:
+    assert one_inv_explains(WITHIN, choices) is explained
 
 
 @pytest.mark.parametrize("y", [(TIE, -0.25), (-0.25, TIE)], ids=["y1", "y2"])

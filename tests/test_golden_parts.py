@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import itertools
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
@@ -12,7 +13,8 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from conformance.fixtures.emulation import BF16, decode, encode
+from conformance.fixtures import envelope
+from conformance.fixtures.emulation import BF16, FP32, decode, encode, round_to
 from conformance.fixtures.golden import adversarial, chain, contents, diff, heads, rotary, sets, source, store, votes
 from conformance.fixtures.golden.digests import Case
 from conformance.fixtures.streams import Stream
@@ -84,6 +86,136 @@ def test_a_mixture_that_no_inv_explains_is_rejected() -> None:
     assert "with one inv" in verdict.explain(at)
 
 
+TIE, LOW, HIGH = 1 + 2.0**-8, 1.0, 1 + 2.0**-7
+
+
+def heads_of(*weights: np.ndarray) -> Case:
+    """Heads of ones, of which four elements are rotated by (1, 1/2); a weight is y before its rounding."""
+    count = len(weights)
+    inputs: Case = {
+        "x": np.full((1, count, 6), 0x3F80, np.uint16),
+        "columns": np.ones(count, np.int64),
+        "weights": np.asarray(encode(FP32, np.stack(weights)), np.uint32),
+        "eps": np.full(count, 1e-24),
+        "positions": np.array([0]),
+        "table": np.array([[1.0, 1.0, 0.5, 0.5]], np.float32).view(np.uint32),
+        "settings": np.array([1, 1, 1]),
+    }
+    return {**inputs, **sets.admissible(inputs)}
+
+
+@pytest.mark.parametrize(("steps", "one_inv_exists"), [(1, True), (2, False), (9, False)])
+@pytest.mark.parametrize(("above", "below"), [(4, 5), (5, 4), (0, 5), (4, 3), (0, 1), (2, 0)])
+def test_two_choices_of_a_head_need_one_inv(above: int, below: int, steps: int, one_inv_exists: bool) -> None:
+    """As in test_envelope_members.py: a tie is exceeded by one y and missed by another."""
+    weight = np.full(6, 1.25)
+    weight[above], weight[below] = TIE + steps * 2.0**-23, TIE - steps * 2.0**-23
+    case = heads_of(weight)
+    for first, second in itertools.product((LOW, HIGH), repeat=2):
+        y = weight.copy()
+        y[above], y[below] = first, second
+        o1, o2 = y[:2] - y[2:4] / 2, y[2:4] + y[:2] / 2
+        out = np.asarray(encode(BF16, round_to(BF16, np.concatenate([o1, o2, y[4:]]))), np.uint16)
+        verdict = sets.judge(case, out.reshape(1, 1, 6))
+        accepted = one_inv_exists or (first, second) != (LOW, HIGH)
+        assert np.nonzero(~verdict.ok[0, 0])[0].tolist() == ([] if accepted else sorted((above, below)))
+        assert np.nonzero(~verdict.single[0, 0])[0].tolist() == sorted((above, below))
+
+
+def accepted_with(inv: tuple[float, float], y: tuple[float, float]) -> bool:
+    """Whether a head with two ties in its last elements may have ``y`` there, where inv lies in this range."""
+    weight = np.array([1.25, 1.25, 1.25, 1.25, TIE, TIE])
+    case = heads_of(weight)
+    out = case["out"].copy()
+    out[0, 0, 4:] = encode(BF16, np.array(y))
+    return bool(sets.judge({**case, "inv": np.array([inv])}, out).ok.all())
+
+
+def test_the_permitted_range_of_inv_is_the_file_s() -> None:
+    assert all(accepted_with((0.9, 1.1), y) for y in itertools.product((LOW, HIGH), repeat=2))
+    assert [accepted_with((0.5, 0.6), y) for y in ((LOW, LOW), (HIGH, HIGH), (LOW, HIGH))] == [True, False, False]
+    assert [accepted_with((2.0, 3.0), y) for y in ((LOW, LOW), (HIGH, HIGH), (LOW, HIGH))] == [False, True, False]
+
+
+def test_the_ends_of_a_range_of_inv_belong_to_it() -> None:
+    case = heads_of(np.array([1.25, 1.25, 1.25, 1.25, TIE, TIE]))
+    asked = {int(bits[2]): inv for bits, inv in zip(case["choice.bits"], case["choice.inv"], strict=True)}
+    most, least = float(asked[0x3F80][1]), float(asked[0x3F81][0])
+    assert least < 1 < most
+    for inv, y in ((1.0, LOW), (1.0, HIGH), (most, LOW), (least, HIGH)):
+        assert accepted_with((inv, inv), (y, y))
+    beyond = {LOW: float(np.nextafter(most, 2)), HIGH: float(np.nextafter(least, 0))}
+    assert not any(accepted_with((inv, inv), (y, y)) for y, inv in beyond.items())
+
+
+def test_live_tokens_are_those_in_the_table_or_those_that_are_written() -> None:
+    case: Case = {"positions": np.array([-1, 0, 6, 7, 8]), "settings": np.array([7, 1, 1])}
+    assert sets.live(case).tolist() == [False, True, True, False, False]
+    assert sets.live({**case, "fate": np.array([0, 1, 2, 0, 4])}).tolist() == [True, False, False, True, False]
+
+
+def test_an_explanation_lists_the_pairs_of_its_unit_alone() -> None:
+    case = heads_of(np.array([TIE, 1.25, 0.25, 1.25, TIE, 1.25]))
+    verdict = sets.judge(case, case["out"])
+    pairs = "(('0.875 (0x3f60)', '0.75 (0x3f40)'), ('0.882812 (0x3f62)', '0.753906 (0x3f41)'))"
+    want = f"got 0.875 (0x3f60), the file has 0.875 (0x3f60), one of the pairs (o1, o2) in [{pairs[1:-1]}] with one inv"
+    assert verdict.explain((0, 0, 0)) == want
+    assert verdict.explain((0, 0, 2)) == want.replace("got 0.875 (0x3f60), the file has 0.875 (0x3f60)",
+                                                      "got 0.75 (0x3f40), the file has 0.75 (0x3f40)")  # fmt: skip
+    alone = "(('1 (0x3f80)', '1 (0x3f80)'), ('1.00781 (0x3f81)', '1.00781 (0x3f81)'))"
+    assert verdict.explain((0, 0, 4)).endswith(f"one of the pairs (o1, o2) in [{alone[1:-1]}] with one inv")
+    assert verdict.explain((0, 0, 5)) == "got 1.25 (0x3fa0), the file has 1.25 (0x3fa0)"
+
+
+def test_heads_are_explained_and_judged_apart() -> None:
+    tie, plain = np.array([1.25, 1.25, 1.25, 1.25, TIE, 1.25]), np.full(6, 1.25)
+    split = np.array([1.25, 1.25, 1.25, 1.25, TIE + 9 * 2.0**-23, TIE - 9 * 2.0**-23])
+    case = heads_of(plain, tie, split)
+    out = case["out"].copy()
+    out[0, 2, 4:] = encode(BF16, np.array([LOW, HIGH]))
+    verdict = sets.judge(case, out)
+    assert np.argwhere(~verdict.ok).tolist() == [[0, 2, 4], [0, 2, 5]]
+    out[0, 2, 0] ^= 1  # where an element is wrong by itself, no inv is looked for
+    assert np.argwhere(~sets.judge(case, out).ok).tolist() == [[0, 2, 0]]
+    assert "one of the pairs" in verdict.explain((0, 1, 4))
+    assert verdict.explain((0, 0, 4)) == "got 1.25 (0x3fa0), the file has 1.25 (0x3fa0)"
+
+
+def test_a_case_whose_sums_depend_on_their_order_is_refused() -> None:
+    case = heads_of(np.full(6, 1.25))
+    case["x"][0, 0, :3] = encode(BF16, np.array([2.0**14, 1.0, 2.0**-13]))
+    with pytest.raises(ValueError, match="coarser grid"):
+        sets.admissible(case)
+
+
+def test_where_outcomes_are_listed_no_other_one_passes() -> None:
+    weight = np.array([TIE, 1.25, 0.25, 1.25, TIE, 1.25])
+    case = heads_of(weight)
+    rows = []
+    for y in (LOW, HIGH):
+        out = case["out"].copy()
+        out[0, 0, [0, 2, 4]] = encode(BF16, np.array([y - 0.125, 0.25 + y / 2, y]))
+        rows.append(out)
+        assert sets.judge(case, out).ok.all()
+    assert (rows[0] != rows[1])[0, 0].tolist() == [True, False, True, False, True, False]
+    for element, partner in ((0, [0, 2]), (2, [0, 2]), (4, [4])):
+        mixed = rows[0].copy()
+        mixed[0, 0, element] = rows[1][0, 0, element]
+        expected = [] if element == 4 else partner
+        assert np.nonzero(~sets.judge(case, mixed).ok[0, 0])[0].tolist() == expected
+        wrong = rows[0].copy()
+        wrong[0, 0, element] -= 1
+        assert np.nonzero(~sets.judge(case, wrong).ok[0, 0])[0].tolist() == partner
+
+
+def test_each_head_may_have_an_inv_of_its_own() -> None:
+    more, less = (np.array([1.25] * 4 + [TIE + steps * 2.0**-23] * 2) for steps in (9, -9))
+    case = heads_of(more, less)
+    out = case["out"].copy()
+    out[0, 0, 4:], out[0, 1, 4:] = encode(BF16, np.array([LOW])), encode(BF16, np.array([HIGH]))
+    assert sets.judge(case, out).ok.all()
+
+
 @pytest.mark.parametrize("id", ["shape/inkling-draft-tp8", "contraction-decides", "eps-decides"])
 def test_a_neighbour_is_rejected_wherever_one_value_is_admissible(id: str) -> None:
     case = contents.build("qk_norm_rope", id)
@@ -103,6 +235,9 @@ def test_nans_are_one_class_and_zeros_are_not() -> None:
     assert nan.any()
     other[nan] = 0xFFFF
     assert sets.judge(case, other).ok.all()
+    for infinity in (0x7F80, 0xFF80):
+        other[nan] = infinity
+        assert not sets.judge(case, other).ok[nan].any()
     zeros = contents.build("qk_norm_rope", "zeros-keep-their-signs")
     flipped = np.where(zeros["out"] & 0x7FFF == 0, zeros["out"] ^ 0x8000, zeros["out"]).astype(np.uint16)
     assert not sets.judge(zeros, flipped).ok[zeros["out"] & 0x7FFF == 0].any()
@@ -113,10 +248,30 @@ def test_contraction_decides_where_the_title_says_so() -> None:
     assert case["choice.unit"].size > 200
 
 
+def test_every_contraction_of_both_outputs_is_listed() -> None:
+    case = contents.build("qk_norm_rope", "contraction-decides")
+    first, second = sets.pairs(case)
+    y, angle = decode(BF16, case["y"]), decode(FP32, case["table"])[:, None]
+    cos, sin = (np.broadcast_to(part, y[..., first].shape) for part in np.split(angle, 2, axis=2))
+    outputs = envelope.permitted(y[..., first], y[..., second], cos, sin, BF16)
+    differs = [np.count_nonzero(one != other) for o in outputs for one, other in itertools.combinations(o, 2)]
+    assert min(differs) > 0
+    for o1, o2 in itertools.product(*outputs):
+        out = case["out"].copy()
+        out[..., first], out[..., second] = encode(BF16, o1), encode(BF16, o2)
+        assert sets.judge(case, out).ok.all()
+
+
 def test_a_sum_that_depends_on_its_order_is_refused() -> None:
     row = np.array([[2.0**14, 1.0, 2.0**-13]])
     with pytest.raises(ValueError, match="coarser grid"):
         sets.require_order_free(row)
+    with pytest.raises(ValueError, match="coarser grid"):
+        sets.require_order_free(np.array([[2.0**24, 1 + 2.0**-7]]))
+    powers = [2.0**26, *(2.0**k for k in range(25, 0, -1) for _ in range(3)), 1.0, 1.0, 1.0]
+    sets.require_order_free(np.array([powers]))  # 2^53 - 1
+    with pytest.raises(ValueError, match="coarser grid"):
+        sets.require_order_free(np.array([[*powers, 1.0]]))
     sets.require_order_free(np.array([[2.0**14, 1.0, 2.0**-12], [np.nan, np.inf, 0.0], [0.0, 0.0, 0.0]]))
 
 
@@ -172,6 +327,11 @@ def pairs(*groups: str) -> dict[frozenset[str], str]:
 )
 def test_the_odd_one_is_named(found: dict[frozenset[str], str], says: str) -> None:
     assert votes.sentence(FOUR, found).split(" (")[0] == says
+
+
+def test_one_that_agrees_with_both_is_named_alone() -> None:
+    said = votes.sentence(("golden", "oracle", "table"), {frozenset(("golden", "oracle")): "so"})
+    assert said == "golden or oracle is odd: they differ, and table agree with both (golden and oracle: so)"
 
 
 def test_arrays_differ_in_any_bit_shape_or_dtype() -> None:
@@ -296,6 +456,34 @@ def meaning(text: str) -> str:
 def test_only_what_runs_is_hashed() -> None:
     assert {meaning(text) for text in SAME} == {meaning(SOURCE)}
     assert len({meaning(text) for text in (SOURCE, *OTHER)}) == 1 + len(OTHER)
+
+
+def test_a_statement_that_is_no_string_is_hashed() -> None:
+    assert len({meaning(text) for text in ("x = 1", "x = 1\n...", "x = 1\n5", "x = 1\nNone")}) == 4
+
+
+def test_modules_are_found_by_every_way_to_import_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(source, "FIXTURES", tmp_path)
+    (tmp_path / "folder").mkdir()
+    texts = {
+        "importing_a": "import json\nfrom . import importing_b\nfrom .folder import inner, other\n",
+        "importing_b": "from .folder.deep import thing\n",
+        "folder/inner": "def f():\n    from ..importing_c import thing\n",
+        "folder/other": "from . import deep\n",
+        "folder/deep": "",
+        "importing_c": "",
+    }
+    for name, text in texts.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    assert source.imports("importing_a") == ("importing_b", "folder.inner", "folder.other")
+    assert source.imports("folder.inner") == ("importing_c",)
+    assert source.imports("folder.other") == ("folder.deep",)
+    hashes = source.closure(["importing_a"])
+    assert list(hashes) == sorted(name.replace("/", ".") for name in texts)
+    assert hashes["folder.deep"] == hashes["importing_c"] != hashes["importing_a"]
+    renamed = {**hashes, "importing_d": hashes["importing_c"]}
+    del renamed["importing_c"]
+    assert len({source.combined(modules) for modules in (hashes, renamed, {})}) == 3
 
 
 def test_every_module_that_an_oracle_rests_on_is_hashed() -> None:

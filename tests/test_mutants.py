@@ -16,13 +16,13 @@ from pathlib import Path
 import pytest
 
 from conformance.fixtures.mutants import cli, operators
-from conformance.fixtures.mutants.catalogue import CatalogueError, Entry, entries, rewritten
-from conformance.fixtures.mutants.engine import Result, Verdict
+from conformance.fixtures.mutants.catalogue import CHECKERS, PRODUCT, CatalogueError, Entry, Group, entries, rewritten
+from conformance.fixtures.mutants.engine import Baseline, Result, Verdict
 from conformance.fixtures.mutants.mutant import Change, Mutant, Source, mutants_of
 from conformance.fixtures.mutants.patterns import Edit, filled, match, parsed, places
 from conformance.fixtures.mutants.rewrites import Rewrite
 from conformance.fixtures.mutants.score import listed, score
-from conformance.fixtures.mutants.topics import TOPICS, Judge, Topic
+from conformance.fixtures.mutants.topics import Judge, Topic
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -95,6 +95,11 @@ OPERATED = [
     ("conditions", "m = a & b", ["m = (a)", "m = (b)"]),
     ("checks", "C = (*M, Check('a', 'say', h))", ["C = (*(), Check('a', 'say', h))", "C = (*M, *())",
                                                   "C = (*M, (Check('a-renamed', 'say', h)))"]),
+    ("connectives", "m = a and b and c", ["m = (b and c)", "m = (a and c)", "m = (a and b)"]),
+    ("connectives", "m = f(~a) or not b", ["m = (not b)", "m = (f(~a))", "m = f((a)) or not b",
+                                           "m = f(~a) or (b)"]),
+    ("yields", "def f():\n    yield 1\n    x = yield", ["def f():\n    pass\n    x = yield"]),
+    ("yields", "def f():\n    yield from g()", ["def f():\n    pass"]),
 ]  # fmt: skip
 
 
@@ -114,25 +119,48 @@ def test_a_check_is_inverted() -> None:
 
 
 @pytest.fixture(scope="module")
-def catalogue() -> list[Entry]:
-    return entries(cli.package_root())
+def catalogues() -> dict[Group, list[Entry]]:
+    return {group: entries(cli.folder(group), group.topics, group.rewrites) for group in cli.GROUPS}
 
 
-def test_the_catalogue_is_large_and_its_ids_are_its_own(catalogue: list[Entry]) -> None:
+@pytest.fixture(scope="module")
+def catalogue(catalogues: dict[Group, list[Entry]]) -> list[Entry]:
+    return [entry for part in catalogues.values() for entry in part]
+
+
+@pytest.mark.parametrize("group", cli.GROUPS, ids=lambda group: group.name)
+def test_the_catalogue_is_large(group: Group, catalogues: dict[Group, list[Entry]]) -> None:
+    assert len(catalogues[group]) >= 250
+    assert {entry.topic.name for entry in catalogues[group]} == {topic.name for topic in group.topics}
+
+
+def test_ids_and_topics_are_their_own_over_both_groups(catalogue: list[Entry]) -> None:
     ids = [entry.mutant.id for entry in catalogue]
-    assert len(ids) >= 250
     assert len(ids) == len(set(ids))
-    assert {entry.topic.name for entry in catalogue} == {topic.name for topic in TOPICS}
+    names = [topic.name for group in (PRODUCT, CHECKERS) for topic in group.topics]
+    assert len(names) == len(set(names))
+
+
+def test_modules_are_those_that_are_imported(catalogue: list[Entry]) -> None:
+    modules = {entry.mutant.source.module: entry.mutant.source.path for entry in catalogue}
+    assert {"dspark.dispatch", "dspark.ops.accept", "conformance.fixtures.guard"} <= set(modules)
+    assert all(str(path).endswith(name.replace(".", "/") + ".py") or path.name == "__init__.py"
+               for name, path in modules.items())  # fmt: skip
 
 
 def test_every_listed_equivalent_is_in_the_catalogue(catalogue: list[Entry]) -> None:
     assert set(listed()) <= {entry.mutant.id for entry in catalogue}
 
 
-def test_every_raise_of_the_product_that_is_mutated_has_a_mutant(catalogue: list[Entry]) -> None:
+def test_every_raise_that_is_mutated_has_a_mutant(catalogue: list[Entry]) -> None:
     removed = sum(" raise-removed: " in entry.mutant.id for entry in catalogue)
     texts = {entry.mutant.source.name: entry.mutant.source.text for entry in catalogue}
-    assert removed == sum(line.strip().startswith("raise ") for text in texts.values() for line in text.splitlines())
+    raises = [
+        line.strip() for text in texts.values() for line in text.splitlines() if line.strip().startswith("raise ")
+    ]
+    # The end of a command, and refusals of a run, are judged from outside.
+    outside = [line for line in raises if line.startswith(("raise SystemExit(main(", "raise pytest.UsageError(str("))]
+    assert removed == len(raises) - len(outside)
 
 
 def test_a_rewrite_that_finds_nothing_is_an_error(tmp_path: Path) -> None:
@@ -233,14 +261,14 @@ assert "toy" not in sys.modules
 """
 
 
-def drive(folder: Path, toy: str, cases: str) -> tuple[int, object]:
+def drive(folder: Path, toy: str, cases: str, program: str = DRIVER) -> tuple[int, object]:
     """Judge every mutant of ``toy`` by ``cases``."""
     (folder / "tests").mkdir()
     (folder / "__init__.py").write_text("")
     (folder / "toy.py").write_text(toy)
     (folder / "tests" / "test_toy.py").write_text(cases)
     (folder / "driver.py").write_text(
-        DRIVER.replace("entries(root, [topic], [])", "named(entries(root, [topic], []))").replace(
+        program.replace("entries(root, [topic], [])", "named(entries(root, [topic], []))").replace(
             "root = Path", NAMED + "root = Path"
         )
     )
@@ -297,14 +325,37 @@ def test_a_mutant_that_ends_the_process_crashed(tmp_path: Path) -> None:
     }
 
 
+def test_a_source_that_was_imported_before_the_fork_is_no_verdict(tmp_path: Path) -> None:
+    (tmp_path / "test_toy.py").write_text(CASES)
+    program = DRIVER.replace("results = zygote", "import toy\ntry:\n    results = zygote").replace(
+        "print(json.dumps({result",
+        "except RuntimeError as error:\n    print(json.dumps(str(error)))\n    sys.exit(3)\nprint(json.dumps({result",
+    )
+    code, message = drive(tmp_path, TOY, CASES, program)
+    assert (code, message) == (3, "mutants: toy was imported before its mutants were forked")
+
+
+def test_what_hangs_is_waited_for_as_long_as_the_cases_that_judge_take() -> None:
+    known = Baseline({"a": 1.0, "b": 3.0}, frozenset({"a"}), whole=8.0)
+    assert known.expected == 2.0
+    assert Baseline({}, frozenset()).expected == 0.0
+
+
 # --- The command ------------------------------------------------------------------------------------------------------
 
 
 def test_list_prints_ids_and_runs_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["--list", "--op", "pointers"]) == 0
+    assert cli.main(["--list", "--group", "product", "--op", "pointers"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines
     assert all(line.startswith("pointers.py ") for line in lines)
+
+
+def test_a_group_may_be_asked_for_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--list", "--group", "checkers"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines
+    assert all(line.startswith("fixtures/") for line in lines)
 
 
 def test_changed_files_are_those_that_differ_from_head(tmp_path: Path) -> None:
@@ -319,20 +370,26 @@ def test_changed_files_are_those_that_differ_from_head(tmp_path: Path) -> None:
     assert cli.changed_files(tmp_path / "src") == {"edited.py", "new.py"}
 
 
-def test_a_mutant_of_the_product_is_killed_and_the_last_line_is_the_sum(tmp_path: Path) -> None:
+def test_a_mutant_of_each_group_is_killed_and_the_last_lines_are_the_sums(tmp_path: Path) -> None:
     """The command as a person runs it, on a copy, since a source that is edited meanwhile would be no verdict."""
     for name in ("src", "conformance", "tests"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    command = [sys.executable, "-m", "conformance.fixtures.mutants", "--only", "dispatch.py register *-removed*twice*"]
+    only = ("dispatch.py register *-removed*twice*", "fixtures/guard.py Arena.verify call-removed*")
+    command = [sys.executable, "-m", "conformance.fixtures.mutants", *(f"--only={glob}" for glob in only)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path / "src"), str(tmp_path)])}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.stdout.splitlines()[-1] == "1 mutants, 1 killed, 0 listed, 0 survived", done.stdout + done.stderr
+    one = "1 mutants, 1 killed, 0 listed, 0 survived"
+    assert done.stdout.splitlines()[-3:] == [
+        f"checkers: {one}",
+        f"product: {one}",
+        "2 mutants, 2 killed, 0 listed, 0 survived",
+    ], done.stdout + done.stderr
     assert done.returncode == 0
 
 
 def test_judges_are_files_that_exist() -> None:
     suite = ROOT / "conformance"
-    files = {judge.file for topic in TOPICS for judge in topic.judges}
+    files = {judge.file for group in cli.GROUPS for topic in group.topics for judge in topic.judges}
     assert [file for file in files if not ((suite if file.startswith("cases/") else ROOT) / file).is_file()] == []
     assert Judge("cases/test_accept.py").within == ""

@@ -36,6 +36,11 @@ def test_steps_of_a_tree_are_nodes_of_the_request() -> None:
     assert request_steps([40, 43, 45, 999], 3, None, 40, 256) == (5, -1, ())
 
 
+def test_a_request_may_accept_its_whole_row_and_start_from_nothing() -> None:
+    assert request_steps([8, 9], 2, 0, 8, 2) == (1, 1, ())
+    assert request_steps([8], 1, 0, 8, 4) == (0, -1, ())
+
+
 def test_skipped_and_faulty_requests() -> None:
     assert request_steps([8, 9], 0, -5, 8, 4) == (-1, -1, ())
     assert request_steps([8, 9], 3, 3, 8, 4) == (-1, -1, ("accept-len-out-of-range",))
@@ -50,12 +55,40 @@ def test_skips_come_before_faults() -> None:
     assert fault_kinds([RowSet([0, -1], [0, 9])], limits) == []
 
 
+@pytest.mark.parametrize("others", [0, 9], ids=["inside", "beyond"])
+@pytest.mark.parametrize("missing", ["slot", "step", "source"])
+def test_a_row_without_a_slot_a_step_or_a_source_is_skipped_whatever_the_others_are(missing: str, others: int) -> None:
+    limits = Limits(slots=4, requests=2, width=3)
+    row = {name: [-1 if name == missing else others] for name in ("slot", "step", "source")}
+    rows = RowSet(row["slot"], row["step"], row["source"])
+    assert written_rows(rows, limits) == []
+    assert fault_kinds([rows], limits) == []
+
+
+@pytest.mark.parametrize(
+    ("copy", "kind"),
+    [((3, 1, 2), None), ((4, 1, 2), "slot-out-of-range"), ((3, 2, 2), "source-out-of-range"),
+     ((3, 1, 3), "step-out-of-range")],
+)  # fmt: skip
+def test_each_limit_is_the_first_index_beyond(copy: tuple[int, int, int], kind: str | None) -> None:
+    slot, source, step = copy
+    rows, limits = RowSet([slot], [step], [source]), Limits(slots=4, requests=2, width=3)
+    assert written_rows(rows, limits) == ([] if kind else [(slot, source, step)])
+    assert fault_kinds([RowSet([], []), rows], limits) == ([kind] if kind else [])
+
+
 def test_the_second_set_comes_after_the_first() -> None:
     src = np.arange(6, dtype=np.uint16).reshape(1, 2, 3)
     dst = np.full((1, 3), 99, np.uint16)
     out = scattered(dst, src, [RowSet([2, 0], [0, 1]), RowSet([0, -1], [2, 0])])
     assert out.tolist() == [[2, 99, 0]]
     assert dst.tolist() == [[99, 99, 99]]
+
+
+def test_every_layer_is_copied() -> None:
+    src = np.arange(12, dtype=np.uint16).reshape(3, 2, 2)
+    out = scattered(np.full((3, 2), 99, np.uint16), src, [RowSet([1], [1], [0])])
+    assert out.tolist() == [[99, 1], [99, 5], [99, 9]]
 
 
 def test_state_shapes_are_those_of_the_file() -> None:

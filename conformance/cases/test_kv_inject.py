@@ -185,7 +185,7 @@ BAD_CALLS: dict[str, tuple[tuple[str, ...], Change]] = {
     "locs-floating": (("locs", "float32"), lambda a: {"locs": a["locs"].float()}),
     "positions-bool": (("positions", "bool"), lambda a: {"positions": a["positions"].bool()}),
     "window-without-commit-lens": (
-        ("locs", "commit_lens"),
+        ("locs: got the window (2, 4)", "commit_lens"),
         without_lens,
     ),
     "width-that-contradicts-the-window": (
@@ -201,8 +201,9 @@ BAD_CALLS: dict[str, tuple[tuple[str, ...], Change]] = {
 }
 
 
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("bad", BAD_CALLS)
-def test_error(bad: str, arena: Arena) -> None:
+def test_error(bad: str, path: str, arena: Arena) -> None:
     names, change = BAD_CALLS[bad]
     call = base()
     hidden, positions, locs, lens = tensors(call, arena)
@@ -216,5 +217,6 @@ def test_error(bad: str, arena: Arena) -> None:
         "commit_lens": lens,
         "locs_row_width": 4,
     }
-    expect_raises(Label(OP, "error"), ValueError, names, lambda: write_target_hidden_kv(**{**good, **change(good)}))
+    with dispatch.forced(path):
+        expect_raises(Label(OP, "error"), ValueError, names, lambda: write_target_hidden_kv(**{**good, **change(good)}))
     arena.verify(Label(OP, "error"))

@@ -75,6 +75,7 @@ def test_f5_8_the_callers_slice_of_packed_rows_is_fused(arena: Arena) -> None:
 
 IMPLEMENTATIONS = {
     "accept_eager", "accept_fused",
+    "base_logits_eager", "base_logits_fused",
     "commit_indices_eager", "commit_indices_fused",
     "kv_write_eager", "kv_write_fused",
     "qk_norm_rope_eager", "qk_norm_rope_fused",
@@ -86,8 +87,11 @@ RAN = {
     ("kv_inject", "eager"): ["_write_by_layer", "finish"],
     ("attention", "fused"): ["qk_norm_rope_fused", "finish", "finish"],
     ("attention", "eager"): ["finish"],
+    ("base_logits", "fused"): ["base_logits_fused"],
+    ("base_logits", "eager"): ["base_logits_eager"],
 }
-"""What an operation of the model calls; any other operation calls its own implementation and looks for faults."""
+"""What an operation of the model calls (base_logits has no index that could be out of range); any other operation calls
+its own implementation and looks for faults."""
 
 
 @contextmanager

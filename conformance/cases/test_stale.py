@@ -172,6 +172,21 @@ def test_deepcopy_leaves_the_original_its_values(arena: Arena, tmp_path: Path) -
     checked(BEFORE, layers, build_pool(BEFORE, arena), arena, [])
 
 
+def test_a_conversion_reaches_every_parameter_and_is_stacked_again(arena: Arena) -> None:
+    layers = build_layers(BEFORE, arena.device).to(torch.float32)
+    dtypes = {str(parameter.dtype) for parameter in layers.parameters()}
+    expect_equal(LABEL, "dtypes after the conversion", dtypes, {"torch.float32"})
+    expect_equal(LABEL, "stacked after it", stacked_view([layer.qkv_proj.weight for layer in layers]) is not None, True)
+
+
+def test_layers_that_do_not_come_first_are_one_view_too(arena: Arena) -> None:
+    """Of three layers the last two: the view begins at the first of them, and steps by one layer."""
+    weights = [layer.qkv_proj.weight for layer in build_layers(BEFORE, arena.device)]
+    view = stacked_view(weights[1:])
+    same = view is not None and all(torch.equal(view[i], weight) for i, weight in enumerate(weights[1:]))
+    expect_equal(LABEL, "the view's slices are the parameters", same, True)
+
+
 def test_no_weight_is_copied_by_a_call(arena: Arena) -> None:
     layers = build_layers(BEFORE, arena.device)
     weights = [layer.qkv_proj.weight for layer in layers]

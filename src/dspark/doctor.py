@@ -9,6 +9,7 @@ import torch
 
 from dspark import dispatch, machine
 from dspark.model.attention import DFlashAttention
+from dspark.model.base_logits import compute_base_logits
 from dspark.model.kv_inject import write_target_hidden_kv
 from dspark.model.rotary import RotaryTable
 from dspark.model.stacked import StackedLayers
@@ -69,6 +70,13 @@ def _attention(device: torch.device) -> None:
         _draft_layers(device)[0].project_qkv(torch.zeros(1, dtype=torch.int64, device=device), hidden)  # type: ignore[operator]
 
 
+def _base_logits(device: torch.device) -> None:
+    hidden = torch.ones(1, 8, dtype=torch.bfloat16, device=device)
+    head = torch.nn.Linear(8, 4, bias=False, dtype=torch.bfloat16, device=device)
+    with torch.no_grad():
+        compute_base_logits(hidden, head, vocab_size=3, mup_width_multiplier=24)
+
+
 def _kv_inject(device: torch.device) -> None:
     hidden = torch.ones(1, 8, dtype=torch.bfloat16, device=device)
     row = torch.ones(1, dtype=torch.int64, device=device)
@@ -78,6 +86,7 @@ def _kv_inject(device: torch.device) -> None:
 SMALL_CALLS: dict[str, Callable[[torch.device], None]] = {
     "accept": _accept,
     "attention": _attention,
+    "base_logits": _base_logits,
     "commit_indices": _commit_indices,
     "kv_inject": _kv_inject,
     "kv_write": _kv_write,

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 STACKED = ("qkv_proj.weight", "k_norm.weight")
-"""Parameters of a layer that a cross-layer operation reads for all layers at once."""
+"""Parameters of an attention layer that a cross-layer operation reads for all layers at once."""
 
 
 def stacked_view(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
@@ -54,20 +54,25 @@ def stack(parameters: Sequence[nn.Parameter]) -> None:
 
 
 class StackedLayers(nn.ModuleList):
-    """Layers whose parameters named in ``STACKED`` are views of one buffer each."""
+    """Layers whose parameters named in ``names`` are views of one buffer each.
 
-    def __init__(self, layers: Iterable[nn.Module]) -> None:
+    names: dotted, relative to a layer; a name that not every layer has as a parameter is left alone.
+    """
+
+    def __init__(self, layers: Iterable[nn.Module], names: Sequence[str] = STACKED) -> None:
         super().__init__(layers)
+        self.names = tuple(names)
         self.register_load_state_dict_post_hook(_restack_after_load)  # type: ignore[no-untyped-call]
         self.restack()
 
     def restack(self) -> None:
         """Make the views again where they are broken; what differs in shape, dtype or device is left alone."""
-        for name in STACKED:
+        for name in self.names:
             parameters = [self._parameter(layer, name) for layer in self]
             present = [parameter for parameter in parameters if parameter is not None]
             kinds = {(parameter.shape, parameter.dtype, parameter.device) for parameter in present}
-            if len(present) == len(parameters) and len(kinds) == 1 and stacked_view(present) is None:
+            stackable = len(present) == len(parameters) and len(kinds) == 1 and present[0].device.type != "meta"
+            if stackable and stacked_view(present) is None:
                 stack(present)
 
     @staticmethod

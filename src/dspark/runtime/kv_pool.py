@@ -55,6 +55,11 @@ class KVPool:
                 [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)] for _ in range(2)
             )
 
+    @property
+    def layers(self) -> int:
+        """L."""
+        return len(self._keys)
+
     def get_key_buffer(self, layer_id: int) -> torch.Tensor:
         """K ``[S, NK, D]`` of a layer, in the storage dtype."""
         return self._keys[layer_id]
