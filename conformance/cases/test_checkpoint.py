@@ -436,10 +436,45 @@ def test_the_fingerprint_is_of_every_vth_row_divided(arena: Arena) -> None:
     )
 
 
+def test_scales_that_differ_by_just_so_much_agree() -> None:
+    served = HeadScale(None, 1.0)
+    HeadScale(None, 1.0 + 2.0**-6).require(served)
+    other = HeadScale(None, 1.0 + 2.0**-6 + 2.0**-20)
+    expect_raises(LABEL, CheckpointError, [METADATA_KEY], lambda: other.require(served))
+
+
+def test_a_zero_of_the_targets_head_is_a_zero_of_the_folded_one(arena: Arena) -> None:
+    model = blank(arena.device)
+    head = model._bound().lm_head
+    head.weight.data[3] = 0
+    own = folded()
+    own[3] = 0
+    report = load_weights(model, (state() | {"lm_head.weight": own}).items())
+    expect_equal(LABEL, "compared", report.compared, ("lm_head.weight",))
+
+
+def test_an_embedding_that_cannot_be_read_cannot_be_compared(arena: Arena) -> None:
+    model = blank(arena.device)
+    packed = Quantized()
+    packed.weight = nn.Parameter(torch.ones(44, 32, dtype=torch.uint8), requires_grad=False)
+    model.bind(packed, model._bound().lm_head)
+    given = state() | {"embed_tokens.weight": torch.ones(44, 32, dtype=torch.bfloat16)}
+    names = ["embed_tokens.weight", "Quantized", "skip"]
+    expect_raises(LABEL, CheckpointError, names, lambda: load_weights(model, given.items(), head_scale=fingerprint()))
+
+
 BAD_TEXTS = ("", "7", "[]", "{}", '{"rms": 1.0}', '{"rms": 1, "multiplier": null}', '{"rms": NaN, "multiplier": null}')
 
 
-@pytest.mark.parametrize("text", [*BAD_TEXTS, '{"rms": -1.0, "multiplier": null}', '{"rms": 1.0, "multiplier": true}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *BAD_TEXTS,
+        '{"rms": 0.0, "multiplier": null}',
+        '{"rms": -1.0, "multiplier": null}',
+        '{"rms": 1.0, "multiplier": true}',
+    ],
+)
 def test_a_fingerprint_that_is_none(text: str, arena: Arena) -> None:
     expect_raises(LABEL, CheckpointError, [METADATA_KEY], lambda: HeadScale.from_text(text))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -35,6 +36,7 @@ REFUSED: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
         {"dflash_config": {"projector_type": "domino"}},
     ),
     "F1-15-another-speculator": (("speculators_model_type", "'eagle3'"), {"speculators_model_type": "eagle3"}),
+    "an-architecture-that-is-a-number": (("architectures", "need a string"), {"architectures": [7]}),
     "F1-4-no-taps": (("target_layer_ids", "[]"), {"target_layer_ids": []}),
     "F1-4-taps-descend": (("target_layer_ids", "[3, 1]"), {"target_layer_ids": [3, 1]}),
     "F1-4-a-tap-twice": (("target_layer_ids", "[1, 1]"), {"target_layer_ids": [1, 1]}),
@@ -277,3 +279,10 @@ def test_lists_become_tuples_and_temperatures_numbers() -> None:
     made = replace(parsed(), target_layer_ids=[1, 3], confidence_temperatures=[2] * 7)  # type: ignore[arg-type]
     expect_equal(LABEL, "taps", made.target_layer_ids, (1, 3))
     expect_equal(LABEL, "temperatures", made.confidence_temperatures, (2.0,) * 7)
+
+
+def test_the_least_block_and_the_largest_number_are_accepted() -> None:
+    found = parsed(block_size=1)
+    expect_equal(LABEL, "a block of one proposal", (found.gamma, found.trained_block), (1, 1))
+    largest = sys.float_info.max
+    expect_equal(LABEL, "the largest number", parsed(rms_norm_eps=largest).eps, largest)

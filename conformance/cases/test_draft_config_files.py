@@ -60,7 +60,7 @@ def test_files(place: str, tmp_path: Path) -> None:
 FILES: dict[str, tuple[str, tuple[str, ...]]] = {
     "not-json": ("{", ("line 1",)),
     "a-list": ("[]", ("list", "object")),
-    "a-key-twice": ('{"block_size": 7, "block_size": 8}', ("block_size", "twice")),
+    "a-key-twice": ('{"block_size": 7, "zzz": 0, "block_size": 8}', ("block_size: got the key twice",)),
     "a-nested-key-twice": ('{"dspark_config": {"markov_rank": 7, "markov_rank": 7}}', ("markov_rank", "twice")),
     "a-bad-value": (json.dumps(changed(block_size=0)), ("block_size: got 0",)),
 }

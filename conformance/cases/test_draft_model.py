@@ -16,6 +16,7 @@ from torch import nn
 
 from dspark import dispatch
 from dspark.model import draft as draft_module
+from dspark.model import draft_rotary
 from dspark.model.block_attention import attend
 from dspark.model.draft import DSparkDraftModel
 from dspark.model.draft_rotary import INITIAL_ROWS
@@ -459,6 +460,7 @@ def test_f1_5_a_stale_row_of_the_context_is_refused(arena: Arena) -> None:
         (5, 7, 0, "seq-len-out-of-range"),
         (5, 4, 99, "loc-out-of-range"),
         (39, 4, 0, None),
+        (40, 0, 0, "anchor-out-of-range"),
     ],
     ids=str,
 )
@@ -469,6 +471,41 @@ def test_index_faults(anchor: int, length: int, loc: int, kind: str | None, aren
     lens = torch.tensor([length], device=arena.device)
     anchors = torch.tensor([anchor], device=arena.device)
     expect_faults(LABEL, lambda: model.draft(anchors, lens, pool, locs), [("draft", kind)] if kind else [])
+
+
+def test_pool_row_zero_is_a_row_too(arena: Arena) -> None:
+    """A request whose context is pool row 0 alone is not a padded one: its anchor is looked at."""
+    model = build(arena.device)
+    pool, _, _ = with_context(model, [1], 2)
+    pool.valid_rows[0] = True
+    lens, locs = torch.tensor([1], device=arena.device), torch.tensor([[0, -1]], device=arena.device)
+    anchors = torch.tensor([40], device=arena.device)
+    expect_faults(LABEL, lambda: model.draft(anchors, lens, pool, locs), [("draft", "anchor-out-of-range")])
+
+
+def test_logits_are_kept_where_they_are_asked_for(arena: Arena) -> None:
+    model = build(arena.device)
+    pool, lens, locs = with_context(model, [2], 4)
+    anchors = torch.tensor([3], device=arena.device)
+    kept = [model.draft(anchors, lens, pool, locs, **o).logits is not None for o in ({}, {"keep_logits": True})]
+    expect_equal(LABEL, "logits", kept, [False, True])
+
+
+def test_a_table_that_grows_is_refused_during_a_capture(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that are there are no growth."""
+    model, asked = build(arena.device), list[str]()
+    monkeypatch.setattr(draft_rotary.faults, "refuse_in_capture", asked.append)
+    model.ensure_positions(model.rotary.rows)
+    expect_equal(LABEL, "refused", asked, [])
+    model.config = replace(model.config, max_position=2 * model.rotary.rows)
+    model.ensure_positions(model.rotary.rows + 1)
+    expect_equal(LABEL, "refused", len(asked), 1)
+
+
+def test_f1_21_a_new_reduced_draft_has_a_vocabulary(arena: Arena) -> None:
+    """The first ids, until a map is loaded."""
+    vocabulary = build(arena.device, config(vocab_size=4, reduced_from=40)).vocabulary
+    expect_equal(LABEL, "ids", None if vocabulary is None else vocabulary.target_ids.tolist(), [0, 1, 2, 3])
 
 
 def test_f1_21_a_reduced_vocabulary_maps_draft_ids_to_target_ids(arena: Arena) -> None:

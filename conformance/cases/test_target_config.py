@@ -135,6 +135,14 @@ def test_bad_targets(name: str) -> None:
     expect_raises(LABEL, ValueError, names, lambda: TargetConfig.from_config(spelled))
 
 
+@pytest.mark.parametrize("at", range(4))
+def test_sizes_are_checked_however_a_target_is_made(at: int) -> None:
+    sizes = [64, 2, 100, 128]
+    sizes[at] = 0
+    names = [["hidden_size", "num_layers", "vocab_size", "padded_vocab_size"][at], "got 0"]
+    expect_raises(LABEL, ValueError, names, lambda: TargetConfig(*sizes, None))
+
+
 @pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf, True])
 def test_multipliers_are_checked_however_a_target_is_made(value: float) -> None:
     call = lambda: TargetConfig(64, 2, 100, 128, value)  # noqa: E731

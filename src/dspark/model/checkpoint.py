@@ -170,8 +170,7 @@ def load_weights(
         else:
             raise CheckpointError(f"{name}: unknown, no tensor of the model has this name; name it in skip if meant")
     if missing := coverage.missing(model):
-        more = f" (the first of {len(missing)}: {', '.join(missing[:8])} ...)" if len(missing) > 1 else ""
-        raise CheckpointError(f"{missing[0]}: missing{more}")
+        raise CheckpointError(f"{missing[0]}: missing, the first of {len(missing)}: {', '.join(missing[:8])}")
     try:
         model.refresh_vocabulary()
     except ValueError as error:

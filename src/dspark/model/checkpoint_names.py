@@ -95,9 +95,7 @@ class Coverage:
             got = [place for place, _ in self.filled.get(target, [])]
             if not got:
                 absent.append(target)
-            elif got[0] not in parts.get(target, {}).values():
-                continue
-            else:
+            elif got[0] in parts.get(target, {}).values():
                 absent += [name for name, place in parts[target].items() if place not in got]
         return absent
 

@@ -61,7 +61,7 @@ class HeadScale:
             numbers = [rms] if multiplier is None else [rms, multiplier]
             if set(found) != {"multiplier", "rms"} or any(type(number) is not float for number in numbers):
                 raise ValueError
-            if not all(math.isfinite(number) and number >= 0 for number in numbers):
+            if not all(math.isfinite(number) and number > 0 for number in numbers):
                 raise ValueError
         except (ValueError, KeyError, TypeError):
             raise CheckpointError(f"{METADATA_KEY}: got {text!r}, need a fingerprint of a head's scale") from None
