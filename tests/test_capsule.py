@@ -102,7 +102,7 @@ def test_what_shares_memory_shares_it_again(tmp_path: Path) -> None:
     assert kept is not None
     assert list(kept.storages) == ["storage0"]
     assert torch.equal(kept.storages["storage0"].view(torch.int64), torch.arange(24))  # as before the call
-    capsule.write(tmp_path, kept, case="c", failure="f")
+    capsule.write(tmp_path, kept, "c", "f")
     call = json.loads((tmp_path / "call.json").read_text())
     assert call["args"][0]["tensor"] == {
         "storage": 0, "dtype": "int64", "offset": 1, "shape": [2, 3], "stride": [6, 2], "requires_grad": False,

@@ -278,6 +278,12 @@ def test_cannot_be_described():
             return "first"
     expect_within(LABEL, "set", Verdict(), single_share=0)
 
+def test_of_another_implementation(request):
+    expect_equal(LABEL, "value", 1, 1)
+    row = {"op": "accept", "clause": "it holds", "came": "1", "need": "2", "choice": True}
+    request.node.user_properties.append(("finding", row))
+    pytest.fail("accept: it holds: 1", pytrace=False)
+
 def test_cannot_be_kept(arena):
     from ..fixtures.calls import accept
     accept.run(accept.base(), Label("accept", "eager"), arena, "eager")
@@ -313,6 +319,7 @@ def test_a_run_writes_what_it_found_with_workers_or_without(written: Any, suite:
             "test_mixed.py::test_error": "error",
             "test_mixed.py::test_cannot_be_described": "failed",
             "test_mixed.py::test_cannot_be_kept": "failed",
+            "test_mixed.py::test_of_another_implementation": "failed",
             "test_mixed.py::test_gpu": "not offered",
         }
         assert (found["lane"], found["exit_status"], found["partial"]) == ("interpret", 1, "")
@@ -321,8 +328,11 @@ def test_a_run_writes_what_it_found_with_workers_or_without(written: Any, suite:
         assert "seal" not in found["command"]
         assert "accept: no case violates the check verify-width" in found["problems"]
         failed = {one["case"].rpartition("::")[2]: one for one in found["findings"]}
-        assert set(failed) == {"test_many[3]", "test_error", "test_cannot_be_described", "test_cannot_be_kept"}
-        assert failed["test_cannot_be_described"]["undescribed"] == "AssertionError: asked twice"
+        assert len(failed) == 5
+        other = failed["test_of_another_implementation"]
+        assert (other["op"], other["got"], other["need"]) == ("accept", "1", "2")
+        assert other["clause"] == "it holds (a choice, not a fault)"
+        assert failed["test_cannot_be_described"]["undescribed"].startswith("AssertionError: asked twice")
         assert (failed["test_many[3]"]["pattern"], failed["test_many[3]"]["first"]) == ("one row, 1", [1])
         assert failed["test_many[3]"]["rerun"] == "pytest 'conformance/cases/test_mixed.py::test_many[3]'"
     assert list(diff.lines(one, two)) == ["no differences"]

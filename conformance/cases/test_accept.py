@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from dspark import faults
-from dspark.ops import compute_dflash_correct_drafts_and_bonus
 
 from ..fixtures.calls.accept import OP, Call, run
 from ..fixtures.guard import Arena
+from ..fixtures.implementations.ops import compute_dflash_correct_drafts_and_bonus
 from ..fixtures.ledger import Label, expect_raises
 from ..fixtures.shapes import GRIDS
 from ..fixtures.streams import Stream
@@ -231,5 +231,5 @@ def test_error(bad: str, arena: Arena) -> None:
         Label(OP, "error"),
         ValueError,
         names,
-        lambda: compute_dflash_correct_drafts_and_bonus(**arguments),  # type: ignore[arg-type]
+        lambda: compute_dflash_correct_drafts_and_bonus(**arguments),
     )

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from dspark.ops import fused_commit_track_indices
 from dspark.ops.commit_indices import kernel
 
 from ..fixtures.calls.commit_indices import OP, Call, chain, run
 from ..fixtures.guard import Arena
+from ..fixtures.implementations.ops import fused_commit_track_indices
 from ..fixtures.ledger import Label, expect_equal, expect_raises
 from ..fixtures.shapes import GRIDS
 from ..fixtures.streams import Stream

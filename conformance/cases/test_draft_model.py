@@ -14,9 +14,8 @@ import pytest
 import torch
 from torch import nn
 
-from dspark import dispatch
+from dspark import dispatch, faults
 from dspark.model import draft as draft_module
-from dspark.model import draft_rotary
 from dspark.model.block_attention import attend
 from dspark.model.draft import DSparkDraftModel
 from dspark.model.draft_rotary import INITIAL_ROWS
@@ -487,14 +486,15 @@ def test_logits_are_kept_where_they_are_asked_for(arena: Arena) -> None:
     model = build(arena.device)
     pool, lens, locs = with_context(model, [2], 4)
     anchors = torch.tensor([3], device=arena.device)
-    kept = [model.draft(anchors, lens, pool, locs, **o).logits is not None for o in ({}, {"keep_logits": True})]
-    expect_equal(LABEL, "logits", kept, [False, True])
+    kept = model.draft(anchors, lens, pool, locs, keep_logits=True)
+    found = [drafted.logits is not None for drafted in (model.draft(anchors, lens, pool, locs), kept)]
+    expect_equal(LABEL, "logits", found, [False, True])
 
 
 def test_a_table_that_grows_is_refused_during_a_capture(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that are there are no growth."""
     model, asked = build(arena.device), list[str]()
-    monkeypatch.setattr(draft_rotary.faults, "refuse_in_capture", asked.append)
+    monkeypatch.setattr(faults, "refuse_in_capture", asked.append)
     model.ensure_positions(model.rotary.rows)
     expect_equal(LABEL, "refused", asked, [])
     model.config = replace(model.config, max_position=2 * model.rotary.rows)

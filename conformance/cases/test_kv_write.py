@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from dspark import faults
-from dspark.ops import KVPoolTable, fused_kv_norm_rope_write
+from dspark.ops import KVPoolTable
 
 from ..fixtures.calls.kv_write import OP, Call, random_call, run
 from ..fixtures.guard import Arena
+from ..fixtures.implementations.ops import fused_kv_norm_rope_write
 from ..fixtures.ledger import Label, expect_equal, expect_fault, expect_raises
 from ..fixtures.shapes import DRAFTS, EDGES, GRIDS, HeadShape
 from ..fixtures.streams import Stream

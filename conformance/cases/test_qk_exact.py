@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from dspark import faults
-from dspark.ops import table_qk_norm_rope_
 
 from ..fixtures.calls.qk_norm_rope import OP, Call, random_call, run
 from ..fixtures.emulation import BF16, decode, encode, round_to
 from ..fixtures.envelope import norm
 from ..fixtures.guard import Arena, to_bits
+from ..fixtures.implementations.ops import table_qk_norm_rope_
 from ..fixtures.ledger import Label, expect_equal, expect_fault, expect_raises
 from ..fixtures.streams import Stream
 

@@ -10,15 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from dspark.ops import (
+from ..fixtures.calls.state_scatter import OP
+from ..fixtures.guard import Arena
+from ..fixtures.implementations.ops import (
     fused_conv_window_scatter_multi,
     fused_conv_window_scatter_with_mask,
     fused_mamba_state_scatter_with_mask,
     scatter_mamba_states_after_mtp_verify,
 )
-
-from ..fixtures.calls.state_scatter import OP
-from ..fixtures.guard import Arena
 from ..fixtures.ledger import Label, expect_equal, expect_raises
 
 Arguments = dict[str, Any]

@@ -140,7 +140,8 @@ def test_sizes_are_checked_however_a_target_is_made(at: int) -> None:
     sizes = [64, 2, 100, 128]
     sizes[at] = 0
     names = [["hidden_size", "num_layers", "vocab_size", "padded_vocab_size"][at], "got 0"]
-    expect_raises(LABEL, ValueError, names, lambda: TargetConfig(*sizes, None))
+    call = lambda: TargetConfig(sizes[0], sizes[1], sizes[2], sizes[3], None)  # noqa: E731
+    expect_raises(LABEL, ValueError, names, call)
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf, True])

@@ -43,6 +43,24 @@ def test_f5_4_a_request_beyond_the_capacity_is_refused_and_takes_nothing(arena: 
     expect_equal(label, "and what fits is taken", worker._allocator.free, 0)
 
 
+def test_a_request_that_ended_keeps_its_row_until_it_is_released(arena: Arena) -> None:
+    worker, label = build("right", arena.device), Label(OP, "error")
+    with dispatch.forced("eager"):
+        id = worker.add_request([1, 2], 1)
+        expect_equal(label, "it has ended", worker.live(), [])
+        expect_raises(label, CapacityError, ["1 rows of the batch"], lambda: worker.add_request([3], 1))
+        worker.release(id)
+        expect_equal(label, "its row", worker.request(worker.add_request([3], 1)).row, 0)
+
+
+def test_the_model_with_fewer_positions_decides(arena: Arena) -> None:
+    most = []
+    for ours, theirs in ((64, 32), (32, 64)):
+        draft = ToyDraft(lambda *_: [], max_position=theirs)
+        most.append(DSparkWorker(ToyTarget(arena.device, max_position=ours), draft).max_position)
+    expect_equal(Label(OP, "defaults"), "max_position", most, [32, 32])
+
+
 def test_a_failed_prefill_gives_everything_back(arena: Arena) -> None:
     worker, label = build("right", arena.device), Label(OP, "error")
 

@@ -78,7 +78,7 @@ def emit(
     correct = correct.to(torch.int64)
     drafts = candidates.roll(-1, dims=1)
     tokens = torch.where(columns == correct[:, None], bonus[:, None], drafts)
-    ends = (tokens[..., None] == eos).any(dim=-1) & (columns <= correct[:, None])
+    ends = (tokens[..., None] == eos).any(dim=-1)  # one after the bonus changes nothing: the bonus comes first
     first_end = torch.where(ends, columns, candidates.shape[1]).amin(dim=1)
     lens = torch.minimum(correct, first_end) + 1
     return Accepted(tokens, torch.where(live, lens, 0), correct)
