@@ -147,9 +147,9 @@ def test_f4_7_declared_contraction_shows_in_the_ptx(call: Any, neox: bool, arena
     module = importlib.import_module(f"dspark.ops.{call.OP}.kernel")
     texts = compiled_ptx(getattr(module, f"{call.OP}_kernel"))
     expect_equal(LABEL, "kernels compiled", bool(texts), True)
-    for text in texts:
-        expect_equal(LABEL, "declared contraction", module.FP_CONTRACTION, False)
-        expect_equal(LABEL, "fma.rn.f32 in the PTX", "fma.rn.f32" in text, False)
-        expect_equal(LABEL, "conversions to bf16 round to nearest", "cvt.rn.bf16" in text, True)
-        for approximate in ("sqrt.approx", "div.full", "div.approx", "rsqrt.approx", "ex2.approx", "cos.approx"):
-            expect_equal(LABEL, f"{approximate} in the PTX", approximate in text, False)
+    # One comparison for all of them: how many a process has compiled depends on the cases that it was given.
+    expect_equal(LABEL, "declared contraction", module.FP_CONTRACTION, False)
+    expect_equal(LABEL, "fma.rn.f32 in the PTX", any("fma.rn.f32" in text for text in texts), False)
+    expect_equal(LABEL, "conversions to bf16 round to nearest", all("cvt.rn.bf16" in text for text in texts), True)
+    for approximate in ("sqrt.approx", "div.full", "div.approx", "rsqrt.approx", "ex2.approx", "cos.approx"):
+        expect_equal(LABEL, f"{approximate} in the PTX", any(approximate in text for text in texts), False)
