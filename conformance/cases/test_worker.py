@@ -10,6 +10,7 @@ import torch
 from dspark import dispatch
 from dspark.runtime.acceptance import emit, leading_survivors
 from dspark.runtime.index_cache import IndexCache
+from dspark.runtime.prefill import RestoredPrefix
 from dspark.runtime.requests import CapacityError, Finish, Request, StepBuffers
 
 from ..fixtures.guard import Arena, to_bits
@@ -110,7 +111,22 @@ def test_the_tokens_of_a_stream(arena: Arena) -> None:
     label = Label(OP, "eager")
     expect_equal(label, "tokens", [token for piece in pieces for token in piece], plain([8, 8], 10))
     expect_equal(label, "the first comes before any step", len(pieces[0]), 1)
-    expect_equal(label, "and the rows are free again", worker.live(), [])
+    expect_equal(label, "and the rows are free again", (worker.live(), worker._allocator.free), ([], 64))
+
+
+@pytest.mark.parametrize("tokens", [3, 70])
+def test_the_progress_of_a_prefill(tokens: int, arena: Arena) -> None:
+    """The prompt at once, or a first chunk and windows; a restored prefix is done from the start."""
+    worker, label, told = build("right", arena.device, max_requests=2, max_position=80), Label(OP, "eager"), []
+    prompt = [1, 2, 3, 4, 5, 6, 7] * 10
+    with dispatch.forced("eager"):
+        id = worker.add_request(prompt[:tokens], 2, progress=lambda done, total: told.append((done, total)))
+        expect_equal(label, "told", told, [(3, 3)] if tokens == 3 else [(64, 70), (69, 70), (70, 70)])
+        told.clear()
+        request = worker.request(id)
+        prefix = RestoredPrefix(request.rows[:2], int(worker.cache.state_pool.state_indices[request.row]))
+        worker.add_request([1, 2, 3], 2, restored=prefix, progress=lambda done, total: told.append((done, total)))
+    expect_equal(label, "told of the prefix", told, [(2, 3), (3, 3)])
 
 
 def test_prompts_wait_for_pool_rows_and_their_order_is_kept(arena: Arena) -> None:
@@ -171,6 +187,32 @@ def test_f1_18_a_padded_row_has_no_length_no_room_and_no_pool_row(arena: Arena) 
     positions, locs = buffers.window(torch.arange(4, device=arena.device))
     expect_equal(label, "positions", to_bits(positions[1]), np.arange(58, 62))
     expect_equal(label, "pool rows of the window", locs.tolist(), [[-1] * 4, [98, 99, -1, -1], [-1] * 4])
+
+
+def test_a_row_of_length_0_is_no_padded_row_and_a_full_one_ends_at_its_last_position(arena: Arena) -> None:
+    label, worker = Label(OP, "-"), build("right", arena.device, max_requests=3)
+    buffers, columns = worker._buffers, torch.arange(3, device=arena.device)
+    empty, full = Request(0, 0, (7,), 9, (5, 6), 64), Request(1, 2, (7,) * 64, 9, tuple(range(1, 65)), 64, 62)
+    for request in (empty, full):
+        buffers.admit(request)
+    buffers.fill([empty, None, full])
+    expect_equal(
+        label, "pool rows of the window", buffers.window(columns)[1].tolist(), [[5, 6, -1], [-1] * 3, [63, 64, -1]]
+    )
+    expect_equal(label, "pool rows of the context", buffers.context()[:, :2].tolist(), [[5, 6], [-1, -1], [1, 2]])
+    candidates = torch.zeros(3, 2, dtype=torch.int64, device=arena.device)
+    logits, lens = torch.zeros(3, 2, VOCAB, device=arena.device), torch.tensor([1, 0, 1], device=arena.device)
+    with dispatch.forced("eager"):
+        expect_equal(label, "emitted", worker._accept(candidates, logits, lens).lens.tolist(), [1, 0, 1])
+
+
+def test_the_context_of_a_step_is_a_whole_number_of_tiles(arena: Arena) -> None:
+    """As far as the longest length, and no further unless positions ahead are asked for."""
+    label, buffers = Label(OP, "-"), StepBuffers(1, 200, arena.device)
+    for length, ahead, width in ((0, None, 64), (64, None, 64), (64, 1, 128), (65, None, 128), (120, 8, 128)):
+        buffers.fill([Request(0, 0, (7,) * 200, 9, (), 200, length)])
+        got = buffers.context() if ahead is None else buffers.context(ahead)
+        expect_equal(label, f"{length} and {ahead}", list(got.shape), [1, width])
 
 
 def test_f1_27_rows_of_the_batch_map_to_their_requests_around_holes(arena: Arena) -> None:

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from dspark import dispatch
+from dspark.runtime.index_cache import IndexCache
 from dspark.runtime.kv_pool import StaleRowsError
+from dspark.runtime.pools import StatePool
 from dspark.runtime.prefill import RestoredPrefix
 from dspark.runtime.requests import CapacityError
 from dspark.runtime.worker import DSparkWorker
@@ -110,8 +112,8 @@ BAD_WORKERS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "no-pool": ({"pool_rows": 1}, ("pool_rows", "1")),
     "interval-0": ({"track_interval": 0}, ("track_interval", "0")),
     "survival-without-a-head": ({"min_survival": 0.5}, ("min_survival", "confidence head")),
-    "survival-above-1": ({"min_survival": 1.5}, ("min_survival", "1.5")),
-    "survival-nan": ({"min_survival": float("nan")}, ("min_survival", "nan")),
+    "survival-above-1": ({"min_survival": 1.5}, ("min_survival", "1.5", "probability")),
+    "survival-nan": ({"min_survival": float("nan")}, ("min_survival", "nan", "probability")),
 }
 
 
@@ -157,10 +159,12 @@ def test_f1_5_a_restored_prefix_without_draft_k_and_v_is_refused(arena: Arena) -
         free = worker._allocator.free
         stale = expect_raises(label, StaleRowsError, [str(unwritten)], add((*request.rows[:3], unwritten)))
         expect_equal(label, "rows", stale.rows, [unwritten])
-        for rows, name in (((), "0 rows"), (request.rows[:5], "5 rows"), ((0, 1), "[0]"), ((1, 999), "[999]")):
+        for rows, name in (((), "0 rows"), (request.rows[:5], "5 rows"), ((0, 1), "[0]"), ((1, 129), "[129]")):
             expect_raises(label, ValueError, ["restored", name], add(rows))
-        for bad in (None, -1, 99):
+        for bad in (None, -1, 6):
             expect_raises(label, ValueError, ["restored", "slot", str(bad)], add(request.rows[:4], bad))
+        for good in (0, 5):  # the first and the last slot of a pool may hold a prefix's states
+            RestoredPrefix(request.rows[:4], good).require(worker.draft_pool, worker.cache, 5, stateful=True)
         expect_equal(label, "rows taken", worker._allocator.free, free)
         held = request.rows[:4]
         worker.release(id)
@@ -171,6 +175,37 @@ def test_f1_5_a_restored_prefix_without_draft_k_and_v_is_refused(arena: Arena) -
     expect_raises(
         label, ValueError, ["slot", "no states"], lambda: attention.add_request([1, 2], 3, restored=free_of_states)
     )
+
+
+class Unreserved(ToyTarget):
+    """Its first state slot is a request's like any other."""
+
+    def new_cache(self, *sizes: int, **options: Any) -> ToyCache:
+        cache = super().new_cache(*sizes, **options)
+        assert cache.states is not None
+        cache.state_pool = StatePool(cache.states.pool.layout, 1, 1, self.device, reserved=0)
+        return cache
+
+
+def test_the_first_state_slot_is_taken_back_as_any_other(arena: Arena) -> None:
+    worker, label = DSparkWorker(Unreserved(arena.device), ToyDraft(lambda *_: [])), Label(OP, "error")
+    slots = worker.cache.state_pool.state_indices
+    for prompt in ([1, 2], [3]):
+        id = worker.add_request(prompt, 4)
+        expect_equal(label, "its slot", slots.tolist(), [0])
+        worker.release(id)
+        expect_equal(label, "taken back", slots.tolist(), [-1])
+
+
+def test_index_cache_errors(arena: Arena) -> None:
+    """Whether or not a tensor is kept that a slice could be taken from."""
+    cache, label = IndexCache(arena.device), Label(OP, "error")
+    for _ in range(2):
+        expect_raises(label, ValueError, ["rows", "-1"], lambda: cache.linear_accept_index(-1, 3))
+        expect_raises(label, ValueError, ["width", "0"], lambda: cache.linear_accept_index(2, 0))
+        expect_raises(label, ValueError, ["width", "-1"], lambda: cache.columns(-1))
+        cache.linear_accept_index(2, 3)
+    expect_equal(label, "none", cache.columns(0).tolist(), [])
 
 
 def test_defaults(arena: Arena) -> None:
