@@ -152,7 +152,7 @@ def suite(server: subprocess.Popen[str], tmp_path: Path) -> Suite:
 WORLD = """
 import os
 import pytest
-import dspark.model.kv_inject
+import dspark.model.draft
 from dspark import dispatch, faults
 from ..fixtures.ledger import Label, expect_decision, expect_equal, expect_fault
 
@@ -192,7 +192,7 @@ def test_planted():
 PRELUDE = """
 import os, sys
 import pytest, torch
-import dspark.model.kv_inject
+import dspark.model.draft
 from dspark import dispatch, faults
 from ..fixtures.ledger import Label, expect_equal
 LABEL = Label("topic", "-")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-import dspark.ops  # noqa: F401  declares the kinds of fault
+import dspark.model.draft  # noqa: F401  declares the kinds of fault
 from conformance.fixtures import isolation, ledger, plugin, summary, waivers, world
 from conformance.fixtures.golden import options
 from conformance.fixtures.lane import Lane

@@ -202,6 +202,7 @@ def digits(device: torch.device) -> TinyInkling:
     for name, tensor in state.items():
         if "norm" in name:
             tensor.fill_(LARGE / 2 if "k_norm" not in name and "q_norm" not in name else 1.0)
+    state["norm.weight"].fill_(LARGE)  # doubles what it norms
     state["embed_tokens.weight"][:, SMALL:] = LARGE
     for layer in range(6):
         state[f"layers.{layer}.mlp.gate_up_proj.weight"][0, SMALL] = 128 / LARGE
