@@ -43,6 +43,10 @@ class MarkovHead(nn.Module):
         rows = vocab_size if prev_vocab_size is None else prev_vocab_size
         self.markov_w1 = nn.Embedding(rows, rank, dtype=dtype, device=device)
         self.markov_w2 = nn.Linear(rank, vocab_size, bias=False, dtype=dtype, device=device)
+        self._add_projections(dtype, device)
+
+    def _add_projections(self, dtype: torch.dtype | None, device: torch.device | str | None) -> None:
+        """What a kind has beside W1 and W2: nothing, for the vanilla head."""
 
     @property
     def prev_vocab_size(self) -> int:
@@ -84,25 +88,8 @@ class MarkovHead(nn.Module):
 class GatedMarkovHead(MarkovHead):
     """``bias = W2 @ (sigmoid(Wg [h; e] + b) * e)`` with ``e = W1[prev]``."""
 
-    def __init__(
-        self,
-        *,
-        vocab_size: int,
-        rank: int,
-        hidden_size: int,
-        prev_vocab_size: int | None = None,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-    ) -> None:
-        super().__init__(
-            vocab_size=vocab_size,
-            rank=rank,
-            hidden_size=hidden_size,
-            prev_vocab_size=prev_vocab_size,
-            dtype=dtype,
-            device=device,
-        )
-        self.gate_proj = nn.Linear(hidden_size + rank, rank, dtype=dtype, device=device)
+    def _add_projections(self, dtype: torch.dtype | None, device: torch.device | str | None) -> None:
+        self.gate_proj = nn.Linear(self.hidden_size + self.rank, self.rank, dtype=dtype, device=device)
 
     def bias(
         self, prev: torch.Tensor, hidden: torch.Tensor, state: torch.Tensor | None
@@ -119,25 +106,8 @@ class RNNMarkovHead(MarkovHead):
     ``s' = sigmoid(gate) * s + (1 - sigmoid(gate)) * tanh(candidate)`` and ``bias = W2 @ tanh(output)``.
     """
 
-    def __init__(
-        self,
-        *,
-        vocab_size: int,
-        rank: int,
-        hidden_size: int,
-        prev_vocab_size: int | None = None,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-    ) -> None:
-        super().__init__(
-            vocab_size=vocab_size,
-            rank=rank,
-            hidden_size=hidden_size,
-            prev_vocab_size=prev_vocab_size,
-            dtype=dtype,
-            device=device,
-        )
-        self.joint_proj = nn.Linear(2 * rank + hidden_size, 3 * rank, dtype=dtype, device=device)
+    def _add_projections(self, dtype: torch.dtype | None, device: torch.device | str | None) -> None:
+        self.joint_proj = nn.Linear(2 * self.rank + self.hidden_size, 3 * self.rank, dtype=dtype, device=device)
 
     def start(self, batch: int, device: torch.device | str) -> torch.Tensor:
         """Zeros ``[batch, r]`` in the head's dtype."""

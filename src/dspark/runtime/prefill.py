@@ -11,6 +11,7 @@ import torch
 if TYPE_CHECKING:
     from dspark.runtime.kv_pool import KVPool
     from dspark.runtime.requests import Request
+    from dspark.runtime.state_pool import StatePool
     from dspark.runtime.worker import DSparkWorker
 
 REPORTED_CHUNK = 64
@@ -72,10 +73,13 @@ def prefill(worker: DSparkWorker, request: Request, restored: RestoredPrefix | N
 def _restore(worker: DSparkWorker, request: Request, restored: RestoredPrefix) -> None:
     pool = worker.cache.state_pool
     if restored.slot is not None:
-        slot = int(pool.state_indices[request.row])
-        for states in (*pool.conv, pool.temporal):
-            states[:, slot] = states[:, restored.slot]
+        _copy_states(pool, restored.slot, int(pool.state_indices[request.row]))
     request.seq_len = len(restored.rows)
+
+
+def _copy_states(pool: StatePool, source: int, target: int) -> None:
+    for states in (*pool.conv, pool.temporal):
+        states[:, target] = states[:, source]
 
 
 def _first_chunk(worker: DSparkWorker, request: Request, most: int) -> torch.Tensor:
@@ -91,9 +95,7 @@ def _first_chunk(worker: DSparkWorker, request: Request, most: int) -> torch.Ten
     worker.draft.write_context(worker.draft_pool, output.taps.flatten(0, -2), positions, locs)
     if count == boundary and worker.target_is_mambaish:
         pool = worker.cache.state_pool
-        slot, track = int(pool.state_indices[request.row]), int(pool.track_indices[request.row])
-        for states in (*pool.conv, pool.temporal):
-            states[:, track] = states[:, slot]
+        _copy_states(pool, int(pool.state_indices[request.row]), int(pool.track_indices[request.row]))
     request.seq_len = count
     last: torch.Tensor = output.logits.flatten(0, -2)[-1]
     return last
