@@ -53,7 +53,7 @@ def test_sets_of_functions_are_around_the_exact_value(name: str, fmt: FloatForma
     x = sample(fmt, f"{name}/{fmt.name}")
     with mpmath.workdps(60):
         true = np.array([float(exact(mpmath.mpf(float(value)))) for value in x])
-    found = getattr(heads, name)(fmt, x)
+    found = getattr(heads, name)(fmt, heads.exactly(x))
     for error in (-1.0, 0.0, 1.0):
         value = np.clip(true * (1 + error * heads.RELATIVE), -1, 1)
         assert Verdict(round_to(fmt, value), found).ok.all()
@@ -67,11 +67,28 @@ def test_sets_of_functions_are_around_the_exact_value(name: str, fmt: FloatForma
 
 
 def test_sigmoid_of_hopeless_values_may_be_zero() -> None:
-    found = heads.sigmoid(BF16, np.array([-87.0, -88.0, -200.0]))
+    found = heads.sigmoid(BF16, heads.exactly(np.array([-87.0, -88.0, -200.0])))
     assert found.low.tolist()[1:] == [0.0, 0.0]
     assert found.low[0] > 0
     assert found.high[1] > 0
     assert found.high[2] == 0
+
+
+def test_bf16_subnormals_may_count_as_zero() -> None:
+    """Read (2^-130, as input and as bias) or written (2^-100 * 2^-30); 2^-126 is normal, and fp16 has its own range."""
+    tiny, smallest = 2.0**-130, 2.0**-126
+    found = heads.linear(BF16, np.array([[tiny], [-tiny], [smallest], [2.0**-100]]), np.array([[1.0], [2.0**-30]]))
+    assert found.low[:, 0].tolist() == [0.0, -tiny, smallest, 2.0**-100]
+    assert found.high[:, 0].tolist() == [tiny, 0.0, smallest, 2.0**-100]
+    assert (found.low[3, 1], found.high[3, 1]) == (0.0, tiny)
+    added = heads.linear(BF16, np.array([[0.0]]), np.array([[1.0]]), np.array([tiny]))
+    assert (added.low.item(), added.high.item()) == (0.0, tiny)
+    chosen = heads.selected(BF16, Set(np.array([[-tiny]]), np.array([[tiny]])), np.array([[0.5]]))
+    assert (chosen.low.item(), chosen.high.item()) == (-tiny / 2, tiny / 2)
+    chosen = heads.selected(BF16, heads.exactly(np.array([[tiny]])), np.array([[1.0]]))
+    assert (chosen.low.item(), chosen.high.item()) == (0.0, tiny)
+    half = heads.linear(FP16, np.array([[2.0**-20]]), np.array([[1.0]]))
+    assert half.low.item() == half.high.item() == 2.0**-20
 
 
 def test_vanilla_by_hand() -> None:
