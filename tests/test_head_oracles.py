@@ -83,6 +83,8 @@ def test_bf16_subnormals_may_count_as_zero() -> None:
     assert (found.low[3, 1], found.high[3, 1]) == (0.0, tiny)
     added = heads.linear(BF16, np.array([[0.0]]), np.array([[1.0]]), np.array([tiny]))
     assert (added.low.item(), added.high.item()) == (0.0, tiny)
+    added = heads.linear(BF16, np.array([[smallest]]), np.array([[1.0]]), np.array([tiny]))
+    assert (added.low.item(), added.high.item()) == (smallest, smallest + tiny)
     chosen = heads.selected(BF16, Set(np.array([[-tiny]]), np.array([[tiny]])), np.array([[0.5]]))
     assert (chosen.low.item(), chosen.high.item()) == (-tiny / 2, tiny / 2)
     chosen = heads.selected(BF16, heads.exactly(np.array([[tiny]])), np.array([[1.0]]))
