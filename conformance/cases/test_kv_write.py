@@ -12,6 +12,8 @@ import torch
 
 from dspark import faults
 from dspark.ops import KVPoolTable
+from dspark.ops.kv_write import kernel
+from dspark.ops.launch import Tile
 
 from ..fixtures.calls.kv_write import OP, Call, random_call, run
 from ..fixtures.guard import Arena
@@ -190,10 +192,14 @@ CASES = (
     small("index-tensors-int32-strided", index_dtype=torch.int32, index_gap=3),
     small("five-heads", heads=5),
     small("row-stride-is-the-width", row_padding=0),
+    small("pools-that-16-bytes-divide", row_padding=8, pool_row_gap=8),
+    small("pools-that-16-bytes-divide/interleaved-K-and-V", pool_row_gap=8, interleaved=True),
+    small("pools-that-4-bytes-divide", row_padding=8, pool_row_gap=2),
 )
 BY_POINTER = (
     small("by-pointer", by_pointer=True),
     rows_at("by-pointer/loc-at-the-end-of-the-pool-is-a-fault", [9, 10, 3], by_pointer=True),
+    small("by-pointer/pools-that-16-bytes-divide", by_pointer=True, row_padding=8, pool_row_gap=8),
     small("by-pointer/no-upper-bound", by_pointer=True, bounded=False),
 )
 
@@ -205,9 +211,45 @@ def test_rows(case: Case, path: str, arena: Arena) -> None:
     run(call, Label(OP, path), arena, "fused" if call.by_pointer else path)
 
 
+@pytest.mark.parametrize(
+    "tile", [*kernel.GPU_TILES, Tile(float("inf"), 128, 1, 1)], ids=lambda tile: str(tile.elements)
+)
+def test_rows_do_not_depend_on_the_tile(tile: Tile, arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every tile that a GPU uses at some size, and one with a program for each head of two rows."""
+    monkeypatch.setattr(kernel, "tile_for", lambda *_: tile)
+    case = small("tile", rows=21, heads=5)
+    run(case.build(Stream(f"tile/{tile.elements}")), Label(OP, "fused"), arena, "fused")
+
+
 @pytest.mark.parametrize("case", BY_POINTER, ids=lambda case: case.id)
 def test_pools_by_pointer(case: Case, arena: Arena) -> None:
     run(case.build(Stream(case.id)), Label(OP, "fused"), arena, "fused")
+
+
+@pytest.mark.parametrize(("offset", "aligned"), [(0, 16), (8, 16), (4, 8), (2, 4), (1, 2)])
+@pytest.mark.parametrize("what", ["K address", "V address", "K row stride", "V row stride"])
+def test_what_is_declared_of_pools_is_true(what: str, offset: int, aligned: int, arena: Arena) -> None:
+    """An interpreter does not look at alignment; a GPU faults on it, and is slow without it."""
+    storage = torch.zeros(2, 2, 4096, dtype=torch.bfloat16, device=arena.device)
+    parts = []
+    for index, part in enumerate("KV"):
+        start, stride = (offset * (what == f"{part} {name}") for name in ("address", "row stride"))
+        parts.append([storage[index, 0].as_strided((5, 2, 8), (16, 8, 1), storage[index, 0].storage_offset())])
+        parts[-1].append(storage[index, 1, start:].as_strided((5, 2, 8), (16 + stride, 8, 1)))
+    table = KVPoolTable(parts[0], parts[1])
+    label = Label(OP, "-")
+    expect_equal(label, "declared alignment", table.aligned_bytes(), aligned)
+    words = [
+        word * (1 if column < 2 else 2)
+        for row in table.pointer_table(arena.device).tolist()
+        for column, word in enumerate(row)
+    ]
+    expect_equal(label, "what is not aligned", [word for word in words if word % aligned], [])
+
+
+def test_the_row_stride_of_one_row_declares_nothing(arena: Arena) -> None:
+    one = torch.zeros(64, dtype=torch.bfloat16, device=arena.device).as_strided((1, 2, 8), (17, 8, 1))
+    expect_equal(Label(OP, "-"), "declared alignment", KVPoolTable([one], [one.clone()]).aligned_bytes(), 16)
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -10,6 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from dspark.ops.launch import Tile
+from dspark.ops.qk_norm_rope import kernel
+
 from ..fixtures.calls.qk_norm_rope import OP, Call, random_call, run
 from ..fixtures.guard import Arena
 from ..fixtures.ledger import Label
@@ -244,3 +247,13 @@ CASES = (
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_rows(case: Case, path: str, arena: Arena) -> None:
     run(case.build(Stream(case.id)), Label(OP, path), arena, path)
+
+
+@pytest.mark.parametrize(
+    "tile", [*kernel.GPU_TILES, Tile(float("inf"), 128, 1, 1)], ids=lambda tile: str(tile.elements)
+)
+def test_rows_do_not_depend_on_the_tile(tile: Tile, arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every tile that a GPU uses at some size, and one with a program for each head of two rows."""
+    monkeypatch.setattr(kernel, "tile_for", lambda *_: tile)
+    case = small("tile", rows=21, heads=(9, 5))
+    run(case.build(Stream(f"tile/{tile.elements}")), Label(OP, "fused"), arena, "fused")

@@ -13,7 +13,6 @@ import torch
 
 from dspark.ops.state_scatter import eager, kernel
 from dspark.ops.state_scatter.checks import Pair
-from dspark.ops.state_scatter.kernel import WIDE
 
 from ..fixtures.calls.state_scatter import OP, Call, Sizes, State, dense, run, unified, windows
 from ..fixtures.guard import Arena
@@ -287,7 +286,7 @@ TILED = ("types/6", "elements/1025/bfloat16", "elements/768/float32", "F3-8-K4-W
 @pytest.mark.parametrize("id", TILED)
 def test_states_do_not_depend_on_the_tile(id: str, path: str, arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
     """An entry in several chunks, a layer per program, and a track set that is searched two rows at a time."""
-    for name in ("GPU_TILE", "INTERPRETER_TILE"):
+    for name in ("GPU_TILE", "GPU_WINDOW_TILE", "INTERPRETER_TILE"):
         monkeypatch.setattr(kernel, name, 512)
     for name in ("GPU_ROWS", "INTERPRETER_ROWS"):
         monkeypatch.setattr(kernel, name, 2)
@@ -304,7 +303,7 @@ def test_states_do_not_depend_on_how_many_layers_are_gathered(
     run(Call("window", (state,), np.array([3, 0]), np.array([1, 0])), Label(OP, "eager"), arena, "eager")
 
 
-@pytest.mark.parametrize(("address", "declared"), [("as-placed", WIDE), ("one-element-on", 2), ("two-elements-on", 4)])
+@pytest.mark.parametrize(("address", "declared"), [("as-placed", 16), ("one-element-on", 2), ("two-elements-on", 4)])
 def test_what_is_declared_to_the_compiler_is_true(address: str, declared: int, arena: Arena) -> None:
     """An interpreter does not look at alignment; a GPU faults on it, and is slow without it."""
     on = {"as-placed": 0, "one-element-on": 1, "two-elements-on": 2}[address]

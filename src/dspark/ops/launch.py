@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,6 +19,29 @@ def launching(device: torch.device) -> AbstractContextManager[object]:
     numpy, whose warnings about NaN, infinity and 0/0 are silenced: those values are defined by the contracts.
     """
     return torch.cuda.device(device) if device.type == "cuda" else np.errstate(all="ignore")
+
+
+WIDEST_ACCESS = 16
+"""Bytes that one thread of a GPU moves at most in one instruction, where address and strides are multiples of them."""
+
+
+class Tile(NamedTuple):
+    """The work of one program on a GPU: rows up to which it is the best one, its elements, its heads, its warps."""
+
+    rows: float
+    elements: int
+    heads: int
+    warps: int
+
+
+def tile_for(rows: int, measured: Sequence[Tile], interpreter: int) -> Tile:
+    """The first of ``measured`` (in order of rows, the last without end) for a call of ``rows`` rows.
+
+    Where a program costs and an element does not: ``interpreter`` elements, all heads.
+    """
+    if machine.facts().interpreter:
+        return Tile(float("inf"), interpreter, interpreter, 4)
+    return next(tile for tile in measured if rows <= tile.rows)
 
 
 def tile_elements(gpu: int, interpreter: int) -> int:

@@ -9,6 +9,7 @@ import torch
 
 from dspark import pointers
 from dspark.ops import arguments
+from dspark.ops.launch import WIDEST_ACCESS
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,6 +68,16 @@ class KVPoolTable:
     def inner_strides(self) -> tuple[tuple[int, int], ...]:
         """The distinct (head, element) strides, in order of appearance."""
         return tuple(dict.fromkeys((tensor.stride(1), tensor.stride(2)) for tensor in self.keys + self.values))
+
+    def aligned_bytes(self) -> int:
+        """The largest power of two, at most 16, that divides every pool's address and row stride in bytes.
+
+        16 is the widest access of a GPU. The stride of a pool of one row is never used, so it may be anything.
+        """
+        words = WIDEST_ACCESS
+        for tensor in self.keys + self.values:
+            words |= tensor.data_ptr() | (tensor.stride(0) * tensor.element_size() if self.rows > 1 else 0)
+        return words & -words
 
     def pointer_table(self, device: torch.device) -> torch.Tensor:
         """int64 ``[L, 4]`` on ``device``: K address, V address, K row stride, V row stride (in elements)."""

@@ -102,8 +102,12 @@ def fused_kv_norm_rope_write(
     if taken is dispatch.Path.FUSED:
         from dspark.ops.kv_write.kernel import kv_write_fused
 
-        pools, valid = (meta, None) if isinstance(meta, torch.Tensor) else (meta.pointer_table(kv.device), meta.valid)
-        kv_write_fused(kv, pools, k_norm_weights, cos_sin_cache, rules, *shape, valid)
+        if isinstance(meta, torch.Tensor):
+            # What it points at is not known here, so nothing but an element's own alignment is promised.
+            pools, valid, aligned = meta, None, kv.element_size()
+        else:
+            pools, valid, aligned = meta.pointer_table(kv.device), meta.valid, meta.aligned_bytes()
+        kv_write_fused(kv, pools, k_norm_weights, cos_sin_cache, rules, *shape, valid, aligned)
     else:
         assert isinstance(meta, KVPoolTable)  # the check pools-by-pointer refuses the other
         kv_write_eager(kv, meta, k_norm_weights, cos_sin_cache, rules, *shape)

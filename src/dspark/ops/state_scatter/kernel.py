@@ -32,17 +32,18 @@ import triton.language as tl
 
 from dspark import faults, pointers
 from dspark.ops.index_math.kernel import nonnegative_quotient
-from dspark.ops.launch import launching, tile_elements
+from dspark.ops.launch import WIDEST_ACCESS, launching, tile_elements
 from dspark.ops.state_scatter.checks import SLOT_FAULT, SOURCE_FAULT, STEP_FAULT, Pair, RowSet
 
-# Bytes per program. The interpreter pays per program, the GPU wants several wide accesses in flight per thread.
-GPU_TILE = 8192
+# Bytes and warps of a program. The interpreter pays per program; on a GPU, many small ones hide each other's chain of
+# loads (indices, type, addresses, words).
+GPU_TILE = 4096
+GPU_WINDOW_TILE = 2048
+GPU_WARPS = 4
 INTERPRETER_TILE = 1 << 22
 # Track rows that a commit row compares with its slot at a time.
 GPU_ROWS = 128
 INTERPRETER_ROWS = 1 << 12
-WIDE = 16
-"""Bytes of one access where every address, stride and length is a multiple of them."""
 
 
 @triton.jit
@@ -200,7 +201,12 @@ def walk_of(pair: Pair) -> tuple[Walk, tuple[int, ...]]:
         everything = functools.reduce(operator.or_, addresses, elements * size)
         aligned = everything & -everything
         word = size if aligned < 4 else 4
-        return Walk(word, 0, WIDE if aligned >= WIDE else word), (elements * size // word, *addresses, 0, 0)
+        return Walk(word, 0, WIDEST_ACCESS if aligned >= WIDEST_ACCESS else word), (
+            elements * size // word,
+            *addresses,
+            0,
+            0,
+        )
     (_, outer), (inner, inner_stride) = dimensions if len(dimensions) == 2 else (*dimensions, (1, 0))
     return Walk(size, inner, size), (elements, *addresses, outer, inner_stride)
 
@@ -224,7 +230,7 @@ def state_scatter_fused(pairs: tuple[Pair, ...], sets: tuple[RowSet, ...]) -> No
 def _launch(walk: Walk, types: list[tuple[int, ...]], pair: Pair, commit: RowSet, track: RowSet | None = None) -> None:
     """One launch for ``types``; layers, slots, requests and width are those of ``pair``, as of every type."""
     rows, (layers, slots), (requests, width) = commit.slots.numel(), pair.dst.shape[:2], pair.src.shape[1:3]
-    tile = tile_elements(GPU_TILE, INTERPRETER_TILE) // walk.word_bytes
+    tile = tile_elements(GPU_WINDOW_TILE if walk.inner else GPU_TILE, INTERPRETER_TILE) // walk.word_bytes
     block_words = min(tile, triton.next_power_of_2(max(words[0] for words in types)))
     block_layers = min(tile // block_words, triton.next_power_of_2(layers))
     counts = [triton.cdiv(words[0], block_words) for words in types]
@@ -266,6 +272,6 @@ def _launch(walk: Walk, types: list[tuple[int, ...]], pair: Pair, commit: RowSet
             SLOT_MASK=SLOT_FAULT,
             SOURCE_MASK=SOURCE_FAULT,
             STEP_MASK=STEP_FAULT,
-            num_warps=4,
+            num_warps=GPU_WARPS,
             enable_fp_fusion=False,
         )
