@@ -19,7 +19,7 @@ import triton.language as tl
 
 from dspark import faults
 from dspark.ops.accept.checks import VERIFY_LEN_FAULT
-from dspark.ops.launch import launching, tile_elements
+from dspark.ops.launch import blocks, launching, power_of_two, tile_elements
 
 # Elements per program. The interpreter pays per program, the GPU wants a block per multiprocessor.
 GPU_TILE = 1024
@@ -80,12 +80,12 @@ def accept_fused(
     batch, width = candidates.shape
     correct = torch.empty(batch, dtype=torch.int32, device=candidates.device)
     bonus = torch.empty(batch, dtype=torch.int64, device=candidates.device)
-    block_width = triton.next_power_of_2(width)
+    block_width = power_of_two(width)
     tile = tile_elements(GPU_TILE, INTERPRETER_TILE)
-    block_rows = max(1, min(tile // block_width, triton.next_power_of_2(batch)))
+    block_rows = max(1, min(tile // block_width, power_of_two(batch)))
     fault_word = faults.word(candidates.device)
     with launching(candidates.device):
-        accept_kernel[(triton.cdiv(batch, block_rows),)](
+        accept_kernel[(blocks(batch, block_rows),)](
             candidates,
             target_predict,
             verify_lens,

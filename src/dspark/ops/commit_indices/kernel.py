@@ -21,7 +21,7 @@ import triton.language as tl
 from dspark import faults
 from dspark.ops.commit_indices.checks import ACCEPT_LEN_FAULT, SEQ_LEN_FAULT
 from dspark.ops.index_math.kernel import nonnegative_quotient
-from dspark.ops.launch import launching, tile_elements
+from dspark.ops.launch import blocks, launching, power_of_two, tile_elements
 
 # Elements per program. The interpreter pays per program, the GPU wants a block per multiprocessor.
 GPU_TILE = 1024
@@ -97,12 +97,12 @@ def commit_indices_fused(
     track = None if seq_lens is None else torch.empty(batch, dtype=torch.int64, device=accept_index.device)
     if batch == 0:
         return last, track
-    block_depth = triton.next_power_of_2(max(depth, 1))
+    block_depth = power_of_two(max(depth, 1))
     tile = tile_elements(GPU_TILE, INTERPRETER_TILE)
-    block_rows = max(1, min(tile // block_depth, triton.next_power_of_2(batch)))
+    block_rows = max(1, min(tile // block_depth, power_of_two(batch)))
     fault_word = faults.word(accept_index.device)
     with launching(accept_index.device):
-        commit_indices_kernel[(triton.cdiv(batch, block_rows),)](
+        commit_indices_kernel[(blocks(batch, block_rows),)](
             accept_index,
             accept_lens,
             seq_lens,
