@@ -121,7 +121,7 @@ def on_gpu(arguments: argparse.Namespace, record: dict[str, Any]) -> int:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        record |= runner.run(plan, say, lambda part: write(arguments.json, record | part))
+        record |= runner.run(plan, runner.current_device(), say, lambda part: write(arguments.json, record | part))
     write(arguments.json, record)
     print(f"\n{record['versions']['gpu']}, torch {record['versions']['torch']}, {record['seconds']:.0f} s")
     print("\n".join(table.lines(record)))

@@ -136,12 +136,16 @@ def measured(case: Case, asked: Asked, on: Device, *, replays_only: bool = False
             yield row | {"status": FAILED, "reason": first_line(error)}
 
 
-def run(plan: Plan, say: Callable[[str], None], keep: Callable[[Row], None]) -> Row:
-    """Everything of ``plan`` on the current CUDA device. say: progress. keep: called with the record after each op."""
-    started = time.monotonic()
+def current_device() -> Device:
+    """The current CUDA device and its rates."""
     device = torch.device("cuda", torch.cuda.current_device())
     faults.warmup(device)
-    on = Device(device, l2_bytes(device), copy_rate(device))
+    return Device(device, l2_bytes(device), copy_rate(device))
+
+
+def run(plan: Plan, on: Device, say: Callable[[str], None], keep: Callable[[Row], None]) -> Row:
+    """Everything of ``plan``. say: progress. keep: called with the record after each operation."""
+    started = time.monotonic()
     record: Row = {"l2_bytes": on.l2, "copy_rate": on.rate, "checks": [], "measurements": [], "growth": []}
     say(f"copy rate {on.rate / 1e12:.2f} TB/s, L2 {on.l2 >> 20} MiB")
 
@@ -153,7 +157,7 @@ def run(plan: Plan, say: Callable[[str], None], keep: Callable[[Row], None]) -> 
     for name in plan.ops:
         op = OPS[name]
         for case in op.small():
-            record["checks"] += judged_by_oracle(case, plan.without_compile(), device)
+            record["checks"] += judged_by_oracle(case, plan.without_compile(), on.device)
         for case in plan.cases(op):
             asked = asked_now()
             rows = list(measured(case, asked, on))

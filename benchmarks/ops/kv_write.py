@@ -53,6 +53,7 @@ def of_draft(label: str, name: str) -> Shape:
 
 
 SHAPES = (of_draft("L5 NK8 D128", "qwen3-8b-block7"),)
+SMALL = (Shape("L2 NK2 D64", 2, 2, 64, 1e-6),)
 
 
 def cases(sizes: Sequence[int] = SIZES, shapes: Sequence[Shape] = SHAPES) -> list[Case]:

@@ -110,7 +110,6 @@ class StateInputs(Inputs):
     """Pools of all types, their per-step windows, and slots and steps (int32, which everyone takes) of each copy."""
 
     def __init__(self, shape: Shape, batch: int, device: torch.device, copies: int) -> None:
-        copies = max(copies, WINDOW)
         self.shape, self.batch = shape, batch
         slots = copies * batch + 1
         self.pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
