@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
-WIDTH, HEIGHT = 760, 440
-LEFT, RIGHT, TOP, BOTTOM = 70, 190, 44, 52
+WIDTH, HEIGHT = 780, 440
+LEFT, RIGHT, TOP, BOTTOM = 70, 210, 44, 52
 STYLE = """
   :root { --ground: #ffffff; --text: #24292f; --faint: #57606a; --grid: #d8dee4;
           --c0: #0969da; --c1: #bc4c00; --c2: #1a7f37; --c3: #8250df; --c4: #6e7781; --c5: #bf3989; }

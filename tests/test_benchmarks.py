@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from benchmarks import __main__ as bench
-from benchmarks import judging, picture, report, runner, table, targets, timing, without_gpu
+from benchmarks import judging, picture, report, runner, table, targets, timing, tune, without_gpu
 from benchmarks.case import Absent, Asked, Case, Contender, Inputs, Peer
 from benchmarks.ops import OPS, accept, commit_indices, kv_write, qk_norm_rope, state_scatter, write_target_hidden_kv
 from benchmarks.timing import Timing, copies_for, summarise
@@ -455,6 +455,56 @@ def test_a_chart_places_points_on_logarithmic_axes() -> None:
     assert "prefers-color-scheme: dark" in text
     with pytest.raises(ValueError, match="no points"):
         picture.chart("", "", "", [])
+
+
+# Tuning.
+
+
+def test_one_knob_is_turned_at_a_time_until_nothing_helps() -> None:
+    times = {(1, 1): 100.0, (2, 1): 90.0, (4, 1): None, (2, 2): 50.0, (1, 2): 95.0, (4, 2): 49.9}
+    seen: list[tuple[int, int]] = []
+
+    def measure(values: dict[str, Any]) -> float | None:
+        seen.append((values["a"], values["b"]))
+        return times[seen[-1]]
+
+    best, us, tried = tune.descend({"a": 1, "b": 1}, {"a": (1, 2, 4), "b": (1, 2), "c": (1,)}, measure)
+    assert best == {"a": 2, "b": 2}
+    assert us == 50.0  # 49.9 is no gain
+    assert len(seen) == len(set(seen)) == len(tried)
+
+
+@pytest.mark.parametrize("op", list(tune.SPACES))
+def test_knobs_are_those_of_the_kernels(op: str) -> None:
+    space = tune.SPACES[op]
+    present = space.current(4096)
+    assert {"elements", "heads", "warps"} <= set(present) or "GPU_TILE" in present
+    knob = next(iter(present))
+    with space.applied(present | {knob: 64}):
+        assert space.current(1)[knob] == space.current(10**6)[knob] == 64
+    assert space.current(4096) == present
+
+
+def test_tiles_are_judged_before_they_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = TINY["qk_norm_rope"][0]
+    monkeypatch.setattr(tune, "time_graph", lambda calls: Timing(5.0, 5.0, 5.0, 1, 20))
+    space = tune.Space("dspark.ops.qk_norm_rope.kernel", {"warps": (1, 4)}, "GPU_TILES")
+    found = tune.tuned(case, space, runner.Device(CPU, 1, 1e12))
+    assert (found["best_us"], len(found["tried"]), found["problems"]) == (5.0, 2, [])
+    monkeypatch.setattr(qk_norm_rope.QkInputs, "compare", lambda *_: "wrong")
+    found = tune.tuned(case, space, runner.Device(CPU, 1, 1e12))
+    assert (found["best_us"], found["present_us"]) == (None, None)
+    assert found["problems"][0].endswith(": wrong")
+    assert "- us" in tune.line(found)
+
+
+def test_tuning_needs_a_gpu_and_a_known_shape(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        tune.main(["kv_write", "--shape", "nothing"])
+    assert "need the beginning of one of ['L5 NK8 D128']" in capsys.readouterr().err
+    if not torch.cuda.is_available():
+        assert tune.main(["kv_write"]) == 2
+        assert "no CUDA device" in capsys.readouterr().err
 
 
 # The command.
