@@ -82,6 +82,20 @@ def test_conformance_says_what_is_missing(
     assert said in capsys.readouterr().err
 
 
+def test_bench_passes_arguments_and_status_on() -> None:
+    result = run("bench", "--op", "nothing", path=ROOT)
+    assert result.returncode == 2
+    assert "need names out of qk_norm_rope" in result.stderr
+
+
+def test_bench_takes_no_folder_of_its_name_from_elsewhere(tmp_path: Path) -> None:
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks" / "__init__.py").touch()
+    result = run("bench", path=tmp_path)
+    assert result.returncode == 2
+    assert "no checkout" in result.stderr
+
+
 def test_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as error:
         cli.main(["benchmark"])

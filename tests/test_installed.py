@@ -58,3 +58,10 @@ def test_the_status_is_the_tools_own(arguments: tuple[str, ...], site: Path, tmp
     result = dspark(site, tmp_path, *arguments)
     assert result.returncode == 2
     assert f"dspark {arguments[0]}: " in result.stderr
+
+
+def test_the_benchmarks_come_with_it(site: Path, tmp_path: Path) -> None:
+    result = dspark(site, tmp_path, "bench", "--op", "accept", "--quick", "--json", "record.json")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "only the suite itself is timed" in result.stdout
+    assert (tmp_path / "record.json").exists()

@@ -33,8 +33,10 @@ def test_the_wheel_carries_the_suite_under_its_own_name(tmp_path: Path) -> None:
     suite = {path.relative_to(ROOT / "conformance").as_posix() for path in (ROOT / "conformance").rglob("*.*")}
     expected = {f"dspark_conformance/{name}" for name in suite if "__pycache__" not in name}
     assert expected <= names
+    benchmarks = {path.relative_to(ROOT / "benchmarks").as_posix() for path in (ROOT / "benchmarks").rglob("*.py")}
+    assert {f"dspark_benchmarks/{name}" for name in benchmarks} <= names
     assert {"dspark/py.typed", "dspark/ops/accept/kernel.py"} <= names
-    assert not [name for name in names if name.startswith(("conformance/", "tests/"))]
+    assert not [name for name in names if name.startswith(("conformance/", "benchmarks/", "tests/"))]
 
 
 def test_every_dependency_is_pinned_and_only_the_core_is_required() -> None:
@@ -59,9 +61,15 @@ def test_documents_name_files_that_exist(document: str) -> None:
 def test_gpu_records_name_versions_date_and_command() -> None:
     for record in (ROOT / "benchmarks" / "records").glob("*.json"):
         data = json.loads(record.read_text())
-        assert data["lane"] == "cuda"
-        assert data["exit_status"] == 0
-        assert {"date", "command", "versions", "rows"} <= set(data)
+        assert {"date", "command", "versions"} <= set(data)
+        assert data["versions"]["gpu"]
+        if "kind" in data:
+            assert record.stem.endswith(data["kind"])  # NAME-bench.json, NAME-tune.json
+            assert data["measurements" if data["kind"] == "bench" else "rows"]
+        else:
+            assert data["lane"] == "cuda"
+            assert data["exit_status"] == 0
+            assert data["rows"]
 
 
 def test_the_table_of_conditions_names_every_check_of_the_draft_path() -> None:

@@ -1,5 +1,6 @@
 """The command ``dspark``: ``generate`` decodes with speculation, ``doctor`` shows which path each operation takes and
-why, ``conformance`` runs the suite, ``explain`` says what a case is about, ``certificate diff`` compares two runs."""
+why, ``conformance`` runs the suite, ``explain`` says what a case is about, ``certificate diff`` compares two runs,
+``bench`` measures the operations."""
 
 from __future__ import annotations
 
@@ -19,6 +20,8 @@ SUITE = "dspark_conformance"
 """The package that the suite is installed as."""
 TOOLS = {"certificate": f"{SUITE}.fixtures.certificate", "explain": f"{SUITE}.fixtures.explain"}
 """Commands that are the suite's own: the modules that run them."""
+BENCHMARKS = ("dspark_benchmarks", "benchmarks")
+"""The package of the benchmarks, installed and in a checkout."""
 
 
 def installed_suite() -> Path | None:
@@ -57,6 +60,19 @@ def tool(name: str, arguments: Sequence[str]) -> int:
     if installed_suite() is None:
         return 2
     return subprocess.run([sys.executable, "-m", TOOLS[name], *arguments], check=False).returncode
+
+
+def bench(arguments: Sequence[str]) -> int:
+    """Run the benchmarks: those that are installed, else those of this checkout; 2 where there are none."""
+    package, in_checkout = BENCHMARKS
+    if find_spec(package) is None:
+        # Any folder of that name could be on the path: only the one beside this file's is ours.
+        spec, root = find_spec(in_checkout), Path(__file__).resolve().parents[2]
+        if spec is None or spec.origin is None or not Path(spec.origin).resolve().is_relative_to(root):
+            print("dspark: the benchmarks are not installed, and this is no checkout", file=sys.stderr)
+            return 2
+        package = in_checkout
+    return subprocess.run([sys.executable, "-m", package, *arguments], check=False).returncode
 
 
 def speak(arguments: argparse.Namespace) -> int:
@@ -118,6 +134,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Everything after `conformance` is pytest's, options included.
     if arguments[:1] == ["conformance"]:
         return conformance(arguments[1:])
+    if arguments[:1] == ["bench"]:
+        return bench(arguments[1:])
     if arguments and arguments[0] in TOOLS:
         return tool(arguments[0], arguments[1:])
     parser = argparse.ArgumentParser(prog="dspark", description=__doc__)
@@ -125,6 +143,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_generate(commands)
     commands.add_parser("doctor", help="print which path each operation takes on this machine, and why")
     commands.add_parser("conformance", help="run the installed conformance suite; further arguments go to pytest")
+    commands.add_parser("bench", help="measure the operations against each other's paths and SGLang's; bench --help")
     commands.add_parser("explain", help="print what a case of the suite is about: CASE_ID")
     commands.add_parser("certificate", help="compare the certificates of two runs: diff A B")
     parsed = parser.parse_args(arguments)
