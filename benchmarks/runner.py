@@ -131,7 +131,9 @@ def measured(case: Case, asked: Asked, on: Device, *, replays_only: bool = False
         try:
             problem = inputs.compare(result_of(inputs, contender), need) if contender.judged else ""
             row |= {"status": WRONG if problem else OK, "reason": problem}
-            yield row | timed(inputs, contender, replays_only)
+            timings = timed(inputs, contender, replays_only)
+            faults.check()  # of the other copies
+            yield row | timings
         except Exception as error:
             yield row | {"status": FAILED, "reason": first_line(error)}
 

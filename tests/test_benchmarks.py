@@ -21,6 +21,7 @@ from benchmarks import judging, picture, report, runner, table, targets, timing,
 from benchmarks.case import Absent, Asked, Case, Contender, Inputs, Peer
 from benchmarks.ops import OPS, accept, commit_indices, kv_write, qk_norm_rope, state_scatter, write_target_hidden_kv
 from benchmarks.timing import Timing, copies_for, summarise
+from dspark import faults
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU = torch.device("cpu")
@@ -95,8 +96,9 @@ def test_every_path_of_dspark_is_right_on_the_inputs_of_the_benchmark(case: Case
         assert inputs.compare(got, need) == ""
 
 
+@pytest.mark.parametrize("at", [0, -1], ids=["first", "last"])
 @pytest.mark.parametrize("case", EVERY)
-def test_a_wrong_result_is_called_wrong_by_the_oracle_and_by_the_comparison(case: Case) -> None:
+def test_a_wrong_element_is_called_wrong_by_the_oracle_and_by_the_comparison(case: Case, at: int) -> None:
     inputs = inputs_of(case)
     inputs.reset()
     need = inputs.reference()
@@ -106,7 +108,7 @@ def test_a_wrong_result_is_called_wrong_by_the_oracle_and_by_the_comparison(case
         got = {**need, name: right.clone()}
         flat = got[name].reshape(-1)
         assert flat.data_ptr() == got[name].data_ptr()
-        flat[0] = 3 if flat.dtype != torch.bfloat16 else flat[0] * 2 + 3
+        flat[at] = 77 if flat.dtype != torch.bfloat16 else flat[at] * 2 + 3
         assert inputs.judge(got), name
         assert inputs.compare(got, need), name
 
@@ -307,6 +309,18 @@ def test_compiling_stops_when_the_run_has_taken_long(monkeypatch: pytest.MonkeyP
     rows = runner.run(plan, runner.Device(CPU, 1, 1e12), lambda _: None, lambda _: None)["measurements"]
     assert [(row["contender"], row["status"]) for row in rows] == [("fused", "ok"), ("compile", "absent")]
     assert "0 seconds" in rows[1]["reason"]
+
+
+def test_a_fault_that_timed_calls_report_fails_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    def faulting(calls: Sequence[Callable[[], object]], *_: Any) -> Timing:
+        faults.set_where(torch.tensor([True]), 1)
+        return fake_clock(calls)
+
+    for name in ("time_graph", "time_plain", "time_host"):
+        monkeypatch.setattr(runner, name, faulting)
+    (found,) = runner.measured(TINY["accept"][0], Asked(frozenset()), runner.Device(CPU, 1, 1e12))
+    assert found["status"] == "failed"
+    assert found["reason"].startswith("IndexFaultError: ")
 
 
 # Targets and report, from a record that is written by hand.
