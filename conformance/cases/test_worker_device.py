@@ -146,20 +146,16 @@ def test_where_rows_are_computed_alone_nothing_is_tied(kind: str, batch: int, pa
     expect_equal(label, "ties", ties, 0)
 
 
-def plain_logits(one: Decoded, kind: str, device: torch.device) -> torch.Tensor:
-    by = "random" if kind == "random" else "trained"
-    return plain(by, device, one.ran).logits[len(one.prompt) - 1 :]
-
-
 @pytest.mark.lanes(Lane.INTERPRET)
-@pytest.mark.parametrize("kind", DRAFTS)
-def test_a_target_that_batches_its_rows_stays_within_the_limits(kind: str) -> None:
+def test_a_target_that_batches_its_rows_stays_within_the_limits() -> None:
+    """It is not the same target bit for bit, or it would say nothing of a GPU; the plain one computes rows alone."""
     device, label = lanes.device(Lane.INTERPRET), Label(OP, "eager")
     with dispatch.forced("eager"):
-        watched = decoded(batching(models(device)[0]), kind, 8, len(PROMPTS), 10)
-    judged(watched, label, f"{kind} draft, batched on the CPU", kind, BATCHED)
-    logits = torch.cat([one.logits - plain_logits(one, kind, device) for one in watched.decoded])
-    expect_equal(label, "whether its logits are others", bool(logits.any()), True)
+        watched = decoded(batching(models(device)[0]), "trained", 8, len(PROMPTS), 10)
+    judged(watched, label, "trained draft, batched on the CPU", "trained", BATCHED)
+    said = [plain("trained", device, one.ran).logits[len(one.prompt) - 1 :] for one in watched.decoded]
+    same = all(torch.equal(one.logits, logits) for one, logits in zip(watched.decoded, said, strict=True))
+    expect_equal(label, "whether its logits are the same", same, False)
 
 
 # --- What must be seen, and what not ---------------------------------------------------------------------------------
