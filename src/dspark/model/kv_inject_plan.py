@@ -24,7 +24,6 @@ from dspark.ops.kv_write import WritePlan
 from dspark.ops.plans import Plan, Plans
 
 _LAYER = ("q_size", "kv_size", "head_dim", "num_kv_heads", "layer_id", "k_scale", "v_scale", "rotary_emb")
-_POOL = ("get_key_buffer", "get_value_buffer", "set_kv_buffer")
 _of_layer = itemgetter(*_LAYER, "_modules")
 DRAFTS = 64
 """Pairs of a draft and a pool whose plans are kept; with one more all are forgotten."""
@@ -78,11 +77,10 @@ def read(layers: Iterable[Any], pool: Any) -> Draft | None:
 
 
 def _read(layers: Iterable[Any], pool: Any) -> Draft | None:
-    get_key, get_value, valid = pool.get_key_buffer, pool.get_value_buffer, getattr(pool, "valid_rows", None)
-    reserved = int(getattr(pool, "reserved_rows", 0))
-    facts: list[Any] = [type(pool), pool.set_kv_buffer is None, reserved, type(valid)]
-    if valid is not None:
-        facts += valid.shape, valid.dtype, valid.device
+    get_key, get_value, _ = pool.get_key_buffer, pool.get_value_buffer, pool.set_kv_buffer  # each must be there
+    valid = getattr(pool, "valid_rows", None)
+    flags = None if valid is None else (type(valid), valid.shape, valid.dtype, valid.device)
+    facts: list[Any] = [(type(pool), int(getattr(pool, "reserved_rows", 0)), flags)]
     first = shared = None
     weights, keys, values = [], [], []
     for layer in layers:
@@ -92,9 +90,11 @@ def _read(layers: Iterable[Any], pool: Any) -> Draft | None:
         weight, scale, key, value = parameters["weight"], norm._parameters["weight"], get_key(id), get_value(id)
         if first is None:
             first, shared, table, dim = layer, rotary, rotary.cos_sin_cache, rotary.rotary_dim
-            facts += type(q_size), type(kv_size), type(head_dim), type(eps), type(rotary), type(dim), dim
-            facts += rotary.table_is_whole_effect is True, type(table), table.shape, table.stride()
-            facts += table.dtype, table.device
+            facts += (
+                (type(q_size), type(kv_size), type(head_dim), type(eps), type(dim), dim),
+                (type(table), table.shape, table.stride(), table.dtype, table.device),
+                rotary.table_is_whole_effect is True,
+            )
         elif rotary is not shared:
             return None
         # With its address and dtype, the place of a weight in its storage tells one storage from another.
@@ -122,9 +122,9 @@ def _stores_plainly(kind: type, *names: str) -> bool:
     return reads == usual and not any(hasattr(kind, name) for name in names)
 
 
-def _are_plain(layers: Iterable[Any], pool: Any) -> bool:
+def _are_plain(layers: Iterable[Any]) -> bool:
     """Whether what :func:`_read` finds is what the checks would, as long as the types are the same."""
-    return all(callable(getattr(type(pool), name, None)) for name in _POOL) and all(
+    return all(
         _stores_plainly(type(layer), "qkv_proj", "k_norm", *_LAYER)
         and _stores_plainly(type(layer.qkv_proj), "weight", "bias", "quant_method")
         and _stores_plainly(type(layer.k_norm), "weight")
@@ -148,7 +148,7 @@ class Drafts:
         if known is not None and known[0] == draft.facts:
             return known[1]
         plans: Plans[InjectPlan] = Plans()
-        if _are_plain(layers, pool):
+        if _are_plain(layers):
             if len(self._drafts) >= DRAFTS:
                 self._drafts.clear()
             self._drafts[place] = (draft.facts, plans)
@@ -165,7 +165,7 @@ def rows_key(
     """All that the validation reads of the rows; None for what cannot be read."""
     try:
         return (
-            (type(hidden), hidden.shape, hidden.stride(), hidden.dtype, hidden.device),
+            (type(hidden), hidden.shape, hidden.dtype, hidden.device),
             (type(positions), positions.shape, positions.dtype, positions.device),
             (type(locs), locs.shape, locs.dtype, locs.device),
             None if lens is None else (type(lens), lens.shape, lens.dtype, lens.device),

@@ -162,7 +162,7 @@ def _pool_key(meta: KVPoolTable | torch.Tensor) -> Hashable:
     if not isinstance(meta, KVPoolTable):
         return type(meta), meta.shape, meta.stride(), meta.dtype, meta.device
     first = meta.keys[0]  # without layers there is nothing to write, and no key
-    return type(meta), first.shape, first.device, meta.layout()
+    return first.shape, first.device, meta.layout()
 
 
 def validated(
