@@ -3,6 +3,7 @@ single thing that the validation reads ends as it does where no call came before
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import logging
 from collections.abc import Callable
@@ -675,6 +676,33 @@ def test_a_changed_draft_ends_as_alone(change: str, arena: Arena, monkeypatch: p
     expect_equal(label, "outcome of the second good call", good[1], good[0])
     if change != "buffer-address":  # the new buffer ends as the old one would
         expect_equal(label, "whether the change can be told", alone != good[0], True)
+
+
+class SubclassedNorm(RMSNorm):
+    """A norm that could answer for its attributes in a way of its own."""
+
+    def __getattr__(self, name: str) -> Any:
+        return super().__getattr__(name)
+
+
+UNREAD: dict[str, Callable[[Rig], None]] = {
+    "two-rotaries-with-one-table": lambda rig: setattr(rig.last, "rotary_emb", copy.copy(rig.rotary)),
+    "a-class-that-answers-itself": setting(NORM, "__class__", SubclassedNorm),
+}
+
+
+@pytest.mark.parametrize("odd", UNREAD)
+def test_a_draft_that_is_not_read_is_served_as_well(odd: str, arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is remembered of it, and it is fused all the same."""
+    label = Label("kv_inject", "plans")
+    forget(monkeypatch)
+    draft = rig(arena.device)
+    draft.pool.reserved_rows = 2
+    good = draft.call()
+    UNREAD[odd](draft)
+    for turn in ("first", "second"):
+        expect_equal(label, f"outcome of the {turn} call", draft.call(), good)
+    expect_equal(label, "path", [path for _, _, path in good[0]], ["fused", "fused"])
 
 
 @pytest.mark.parametrize("broken", MACHINE)

@@ -15,7 +15,7 @@ import torch
 from dspark import dispatch, faults, machine
 from dspark.model.attention import DFlashAttention, plain_table
 from dspark.model.kv_inject_checks import OP, KVAccessors, KVSetter, gather, pool_buffers
-from dspark.model.kv_inject_plan import Draft, Drafts, InjectPlan, Strided, read, rows_key
+from dspark.model.kv_inject_plan import Draft, Drafts, InjectPlan, Strided, rows_key
 from dspark.model.stacked import stacked_view
 from dspark.ops import KVPoolTable, arguments, kv_write
 from dspark.ops.kv_write.eager import RowRules
@@ -45,8 +45,7 @@ def write_target_hidden_kv(
     ``DSPARK_DISPATCH`` and :func:`dspark.dispatch.forced`; the fallback waits for the device to select rows.
     Raises ``ValueError`` for row counts that disagree, a half-given window, and a pool without ``set_kv_buffer``.
     """
-    draft = read(layers, pool)
-    plans = _drafts.plans(draft, layers, pool)
+    draft, plans = _drafts.find(layers, pool)
     key = rows_key(hidden, positions, locs, commit_lens, locs_row_width)
     plan = plans.find(key)
     if plan is None:

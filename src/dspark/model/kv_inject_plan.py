@@ -138,21 +138,26 @@ class Drafts:
     def __init__(self) -> None:
         self._drafts: dict[tuple[int, int], tuple[list[Any], Plans[InjectPlan]]] = {}
 
-    def plans(self, draft: Draft | None, layers: Iterable[Any], pool: Any) -> Plans[InjectPlan]:
-        """Those that were made with the facts of ``draft``; none, and nothing that is kept, for None."""
+    def find(self, layers: Iterable[Any], pool: Any) -> tuple[Draft | None, Plans[InjectPlan]]:
+        """The draft as it is now, and the plans that were made of the same facts.
+
+        None, and plans that nobody will find again, for layers and pools that cannot be read.
+        """
+        draft = read(layers, pool)
         if draft is None:
-            return Plans()
+            return None, Plans()
         # The objects only say where to look: another draft may have their ids by now, and the facts decide.
         place = (id(draft.first), id(pool))
         known = self._drafts.get(place)
         if known is not None and known[0] == draft.facts:
-            return known[1]
+            return draft, known[1]
+        if not _are_plain(layers):
+            return None, Plans()
+        if len(self._drafts) >= DRAFTS:
+            self._drafts.clear()
         plans: Plans[InjectPlan] = Plans()
-        if _are_plain(layers):
-            if len(self._drafts) >= DRAFTS:
-                self._drafts.clear()
-            self._drafts[place] = (draft.facts, plans)
-        return plans
+        self._drafts[place] = (draft.facts, plans)
+        return draft, plans
 
 
 def rows_key(
