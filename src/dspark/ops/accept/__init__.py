@@ -10,6 +10,23 @@ from dspark.ops.accept.checks import OP, Facts
 from dspark.ops.accept.eager import accept_eager
 
 
+def require_verify_window(
+    candidates: torch.Tensor, target_predict: torch.Tensor, verify_lens: torch.Tensor | None
+) -> tuple[int, int]:
+    """B and W of a verify window; ``ValueError`` for what section 6 of conformance/CONTRACTS.md refuses but devices."""
+    arguments.require_rank("candidates", candidates, 2)
+    batch, width = candidates.shape
+    if batch <= 0 or width <= 0:
+        raise ValueError(f"candidates: got shape {tuple(candidates.shape)}, need B > 0 and W > 0")
+    arguments.require_shape("target_predict", target_predict, (batch, width), "[B, W] of candidates")
+    arguments.require_dtype("candidates", candidates, arguments.SIGNED_DTYPES)
+    arguments.require_dtype("target_predict", target_predict, arguments.SIGNED_DTYPES)
+    if verify_lens is not None:
+        arguments.require_shape("verify_lens", verify_lens, (batch,), "[B] of candidates")
+        arguments.require_dtype("verify_lens", verify_lens, arguments.SIGNED_DTYPES)
+    return batch, width
+
+
 def compute_dflash_correct_drafts_and_bonus(
     *,
     candidates: torch.Tensor,
@@ -30,16 +47,7 @@ def compute_dflash_correct_drafts_and_bonus(
     Raises ``ValueError`` for ranks, shapes or devices that disagree, an empty batch or width, and dtypes that are not
     signed integers. A ``verify_lens`` outside 1..W is clamped and sets the fault ``accept/verify-len-out-of-range``.
     """
-    arguments.require_rank("candidates", candidates, 2)
-    batch, width = candidates.shape
-    if batch <= 0 or width <= 0:
-        raise ValueError(f"candidates: got shape {tuple(candidates.shape)}, need B > 0 and W > 0")
-    arguments.require_shape("target_predict", target_predict, (batch, width), "[B, W] of candidates")
-    arguments.require_dtype("candidates", candidates, arguments.SIGNED_DTYPES)
-    arguments.require_dtype("target_predict", target_predict, arguments.SIGNED_DTYPES)
-    if verify_lens is not None:
-        arguments.require_shape("verify_lens", verify_lens, (batch,), "[B] of candidates")
-        arguments.require_dtype("verify_lens", verify_lens, arguments.SIGNED_DTYPES)
+    _, width = require_verify_window(candidates, target_predict, verify_lens)
     arguments.require_one_device(candidates=candidates, target_predict=target_predict, verify_lens=verify_lens)
 
     call = Facts(machine.facts(), candidates.device.type, width)
