@@ -17,6 +17,23 @@ from dspark.ops.plans import Plan, Plans
 _plans: Plans[Plan] = Plans()
 
 
+def require_verify_window(
+    candidates: torch.Tensor, target_predict: torch.Tensor, verify_lens: torch.Tensor | None
+) -> tuple[int, int]:
+    """B and W of a verify window; ``ValueError`` for what section 6 of conformance/CONTRACTS.md refuses but devices."""
+    arguments.require_rank("candidates", candidates, 2)
+    batch, width = candidates.shape
+    if batch <= 0 or width <= 0:
+        raise ValueError(f"candidates: got shape {tuple(candidates.shape)}, need B > 0 and W > 0")
+    arguments.require_shape("target_predict", target_predict, (batch, width), "[B, W] of candidates")
+    arguments.require_dtype("candidates", candidates, arguments.SIGNED_DTYPES)
+    arguments.require_dtype("target_predict", target_predict, arguments.SIGNED_DTYPES)
+    if verify_lens is not None:
+        arguments.require_shape("verify_lens", verify_lens, (batch,), "[B] of candidates")
+        arguments.require_dtype("verify_lens", verify_lens, arguments.SIGNED_DTYPES)
+    return batch, width
+
+
 def compute_dflash_correct_drafts_and_bonus(
     *,
     candidates: torch.Tensor,
@@ -68,16 +85,7 @@ def _key(candidates: torch.Tensor, target_predict: torch.Tensor, verify_lens: to
 
 
 def _validated(candidates: torch.Tensor, target_predict: torch.Tensor, verify_lens: torch.Tensor | None) -> Plan:
-    arguments.require_rank("candidates", candidates, 2)
-    batch, width = candidates.shape
-    if batch <= 0 or width <= 0:
-        raise ValueError(f"candidates: got shape {tuple(candidates.shape)}, need B > 0 and W > 0")
-    arguments.require_shape("target_predict", target_predict, (batch, width), "[B, W] of candidates")
-    arguments.require_dtype("candidates", candidates, arguments.SIGNED_DTYPES)
-    arguments.require_dtype("target_predict", target_predict, arguments.SIGNED_DTYPES)
-    if verify_lens is not None:
-        arguments.require_shape("verify_lens", verify_lens, (batch,), "[B] of candidates")
-        arguments.require_dtype("verify_lens", verify_lens, arguments.SIGNED_DTYPES)
+    _, width = require_verify_window(candidates, target_predict, verify_lens)
     arguments.require_one_device(candidates=candidates, target_predict=target_predict, verify_lens=verify_lens)
     facts = Facts(machine.facts(), candidates.device.type, width)
     return Plan(facts.machine, dispatch.decide(OP, facts))

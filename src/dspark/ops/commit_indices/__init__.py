@@ -20,6 +20,13 @@ MAX_INTERVAL = 1 << 62
 _plans: Plans[Plan] = Plans()
 
 
+def require_interval(interval: int) -> None:
+    """``mamba_track_interval`` must be an int from 1 to ``MAX_INTERVAL``."""
+    arguments.require_int("mamba_track_interval", interval, 1)
+    if interval > MAX_INTERVAL:
+        raise ValueError(f"mamba_track_interval: got {interval}, need at most {MAX_INTERVAL}")
+
+
 def fused_commit_track_indices(
     accept_index: torch.Tensor,
     accept_lens: torch.Tensor,
@@ -98,9 +105,7 @@ def _validated(
     if seq_lens is not None:
         arguments.require_shape("seq_lens", seq_lens, (batch,), "[B] of accept_index")
         tensors["seq_lens"] = seq_lens
-        arguments.require_int("mamba_track_interval", mamba_track_interval, 1)
-        if mamba_track_interval > MAX_INTERVAL:
-            raise ValueError(f"mamba_track_interval: got {mamba_track_interval}, need at most {MAX_INTERVAL}")
+        require_interval(mamba_track_interval)
     for name, tensor in tensors.items():
         arguments.require_dtype(name, tensor, arguments.INDEX_DTYPES)
     arguments.require_one_device(**tensors)

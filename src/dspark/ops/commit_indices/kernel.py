@@ -29,6 +29,17 @@ INTERPRETER_TILE = 1 << 16
 
 
 @triton.jit
+def completing_entry(pre, accepted, interval):
+    """Which of ``accepted`` tokens after ``pre`` completes the last multiple of ``interval``, -1 where none does.
+
+    pre, accepted: int64, not negative.
+    """
+    reached = pre - nonnegative_quotient(pre, interval) * interval + accepted
+    left_over = reached - nonnegative_quotient(reached, interval) * interval
+    return tl.where(reached >= interval, accepted - left_over - 1, -1)
+
+
+@triton.jit
 def commit_indices_kernel(
     accept_index_ptr,
     accept_lens_ptr,
@@ -77,11 +88,9 @@ def commit_indices_kernel(
     last = tl.sum(tl.where(entries[None, :] == (accepted - 1)[:, None], steps, 0), axis=1)
     tl.store(last_ptr + rows, tl.where(live, last, -1), mask=in_batch)
     if HAS_SEQ_LENS:
-        pre = tl.where(live, pre, 0)
-        reached = pre - nonnegative_quotient(pre, interval) * interval + accepted
-        left_over = reached - nonnegative_quotient(reached, interval) * interval
-        track = tl.sum(tl.where(entries[None, :] == (accepted - left_over - 1)[:, None], steps, 0), axis=1)
-        tl.store(track_ptr + rows, tl.where(live & (reached >= interval), track, -1), mask=in_batch)
+        entry = completing_entry(tl.where(live, pre, 0), accepted, interval)
+        track = tl.sum(tl.where(entries[None, :] == entry[:, None], steps, 0), axis=1)
+        tl.store(track_ptr + rows, tl.where(live & (entry >= 0), track, -1), mask=in_batch)
 
 
 def commit_indices_fused(
