@@ -9,7 +9,7 @@ import pytest
 
 from dspark import machine
 from dspark.ops.kv_write import kernel as kv_write
-from dspark.ops.launch import Tile, tile_elements, tile_for
+from dspark.ops.launch import Tile, tile_elements, tile_for, warps_for
 from dspark.ops.qk_norm_rope import kernel as qk_norm_rope
 
 MEASURED = (Tile(8, 1, 2, 3), Tile(64, 4, 5, 6), Tile(float("inf"), 7, 8, 9))
@@ -26,6 +26,10 @@ def test_the_interpreter_takes_everything_in_one_program() -> None:
     with mock.patch.object(machine, "facts", return_value=replace(machine.facts(), interpreter=True)):
         assert tile_for(1, MEASURED, 99)[1:3] == (99, 99)
         assert tile_elements(5, 99) == 99
+
+
+def test_a_program_that_one_warp_holds_has_one() -> None:
+    assert [warps_for(elements) for elements in (1, 256, 257, 1024)] == [1, 1, 4, 4]
 
 
 @pytest.mark.parametrize("kernel", [kv_write, qk_norm_rope])

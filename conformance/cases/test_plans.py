@@ -22,7 +22,7 @@ from dspark.model import kv_inject
 from dspark.model.attention import DFlashAttention
 from dspark.model.kv_inject_plan import Drafts
 from dspark.model.norm import RMSNorm
-from dspark.ops import accept, commit_indices, kv_write, qk_norm_rope, state_scatter
+from dspark.ops import accept, accept_commit, commit_indices, kv_write, qk_norm_rope, state_scatter
 from dspark.ops.plans import Plans
 from dspark.runtime.pools import KVPool
 
@@ -112,6 +112,31 @@ SUBJECTS = (
             "candidates": INDEX,
             "target_predict": INDEX,
             "verify_lens": {**INDEX, "none": lambda lens: None if lens is None else lens * 0 + 3},
+        },
+    ),
+    Subject(
+        "accept_commit",
+        ops.fused_accept_commit,
+        lambda: {
+            "candidates": ints(2, 3),
+            "target_predict": ints(2, 3),
+            "seq_lens": ints(2),
+            "verify_lens": ints(2),
+            "eos_ids": 7 * ints(1),
+            "mamba_track_interval": 1,
+        },
+        {
+            "candidates": INDEX,
+            "target_predict": INDEX,
+            "seq_lens": INDEX,
+            "verify_lens": {**INDEX, "none": lambda lens: None},
+            "eos_ids": {**INDEX, "none": lambda ids: None, "rank": lambda ids: ids[None]},
+            "mamba_track_interval": {
+                **ONE,
+                "none": lambda value: None,
+                "too-large": lambda value: 1 << 63,
+                "no-hash": lambda value: [value],
+            },
         },
     ),
     Subject(
@@ -355,7 +380,7 @@ def outcome(call: Callable[[], Any], written: Callable[[], Any]) -> tuple[Any, .
 
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a process that has called nothing."""
-    for module in (accept, commit_indices, kv_write, qk_norm_rope, state_scatter):
+    for module in (accept, accept_commit, commit_indices, kv_write, qk_norm_rope, state_scatter):
         monkeypatch.setattr(module, "_plans", Plans())
     monkeypatch.setattr(kv_inject, "_drafts", Drafts())
 

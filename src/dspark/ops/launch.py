@@ -62,6 +62,11 @@ def tile_for(rows: int, measured: Sequence[Tile], interpreter: int) -> Tile:
     return next(tile for tile in measured if rows <= tile.rows)
 
 
+def warps_for(elements: int) -> int:
+    """Warps of a program of integers: one where it holds what a warp holds, so that no warp waits for another."""
+    return 1 if elements <= 256 else 4
+
+
 def tile_elements(gpu: int, interpreter: int) -> int:
     """Elements per program: ``gpu``, or ``interpreter`` where a program costs and an element does not."""
     return interpreter if machine.facts().interpreter else gpu

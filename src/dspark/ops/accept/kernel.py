@@ -19,7 +19,7 @@ import triton.language as tl
 
 from dspark import faults
 from dspark.ops.accept.checks import VERIFY_LEN_FAULT
-from dspark.ops.launch import blocks, launching, power_of_two, tile_elements
+from dspark.ops.launch import blocks, launching, power_of_two, tile_elements, warps_for
 
 # Elements per program. The interpreter pays per program, the GPU wants a block per multiprocessor.
 GPU_TILE = 1024
@@ -147,7 +147,7 @@ def accept_fused(
             BLOCK_WIDTH=block_width,
             HAS_VERIFY_LENS=verify_lens is not None,
             FAULT_MASK=VERIFY_LEN_FAULT,
-            num_warps=4,
+            num_warps=warps_for(block_rows * block_width),
             enable_fp_fusion=False,
         )
     return correct, bonus

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+from functools import cache
+from types import ModuleType
+
 import torch
 
 from dspark import dispatch, faults, machine
@@ -12,6 +16,9 @@ from dspark.ops.accept_commit.checks import OP
 from dspark.ops.accept_commit.eager import accept_commit_eager
 from dspark.ops.accept_commit.result import AcceptCommit
 from dspark.ops.commit_indices import require_interval
+from dspark.ops.plans import Plan, Plans
+
+_plans: Plans[Plan] = Plans()
 
 
 def fused_accept_commit(
@@ -41,6 +48,55 @@ def fused_accept_commit(
     allowed, and an interval outside 1..2^62. A ``verify_lens`` outside 1..W is clamped, and in a row that is not padded
     it sets the fault ``accept_commit/verify-len-out-of-range``.
     """
+    call = (candidates, target_predict, seq_lens, verify_lens, eos_ids, mamba_track_interval)
+    key = _key(*call)
+    plan = _plans.find(key) or _plans.keep(key, _validated(*call))
+    taken = dispatch.take(plan.decision, path)
+    compute = _kernel().accept_commit_fused if taken is dispatch.Path.FUSED else accept_commit_eager
+    result: AcceptCommit = compute(*call)
+    faults.finish(candidates.device)
+    return result
+
+
+@cache
+def _kernel() -> ModuleType:
+    from dspark.ops.accept_commit import kernel
+
+    return kernel
+
+
+def _key(
+    candidates: torch.Tensor,
+    target_predict: torch.Tensor,
+    seq_lens: torch.Tensor,
+    verify_lens: torch.Tensor | None,
+    eos_ids: torch.Tensor | None,
+    mamba_track_interval: int | None,
+) -> Hashable:
+    """All that :func:`_validated` reads; None for what cannot be read."""
+    try:
+        return (
+            (type(candidates), candidates.shape, candidates.dtype, candidates.device),
+            (type(target_predict), target_predict.shape, target_predict.dtype, target_predict.device),
+            (type(seq_lens), seq_lens.shape, seq_lens.dtype, seq_lens.device),
+            None
+            if verify_lens is None
+            else (type(verify_lens), verify_lens.shape, verify_lens.dtype, verify_lens.device),
+            None if eos_ids is None else (type(eos_ids), eos_ids.shape, eos_ids.dtype, eos_ids.device),
+            (mamba_track_interval, type(mamba_track_interval)),
+        )
+    except Exception:
+        return None
+
+
+def _validated(
+    candidates: torch.Tensor,
+    target_predict: torch.Tensor,
+    seq_lens: torch.Tensor,
+    verify_lens: torch.Tensor | None,
+    eos_ids: torch.Tensor | None,
+    mamba_track_interval: int | None,
+) -> Plan:
     batch, width = require_verify_window(candidates, target_predict, verify_lens)
     arguments.require_shape("seq_lens", seq_lens, (batch,), "[B] of candidates")
     arguments.require_dtype("seq_lens", seq_lens, arguments.INDEX_DTYPES)
@@ -56,15 +112,8 @@ def fused_accept_commit(
         verify_lens=verify_lens,
         eos_ids=eos_ids,
     )
-
-    call = Facts(machine.facts(), candidates.device.type, width)
-    if dispatch.choose(OP, call, path) is dispatch.Path.FUSED:
-        from dspark.ops.accept_commit.kernel import accept_commit_fused as compute
-    else:
-        compute = accept_commit_eager
-    result = compute(candidates, target_predict, seq_lens, verify_lens, eos_ids, mamba_track_interval)
-    faults.finish(candidates.device)
-    return result
+    facts = Facts(machine.facts(), candidates.device.type, width)
+    return Plan(facts.machine, dispatch.decide(OP, facts))
 
 
 __all__ = ["AcceptCommit", "fused_accept_commit"]

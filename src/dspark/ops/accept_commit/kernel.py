@@ -22,7 +22,7 @@ from dspark.ops.accept.kernel import accept_window
 from dspark.ops.accept_commit.checks import VERIFY_LEN_FAULT
 from dspark.ops.accept_commit.result import AcceptCommit
 from dspark.ops.commit_indices.kernel import completing_entry
-from dspark.ops.launch import launching, tile_elements
+from dspark.ops.launch import blocks, launching, power_of_two, tile_elements, warps_for
 
 # Elements per program. The interpreter pays per program, the GPU wants a block per multiprocessor.
 GPU_TILE = 1024
@@ -118,12 +118,12 @@ def accept_commit_fused(
     correct = torch.empty(batch, dtype=torch.int32, device=device)
     bonus, commit_lens, new_seq_lens, last = (torch.empty(batch, dtype=torch.int64, device=device) for _ in range(4))
     track = None if interval is None else torch.empty(batch, dtype=torch.int64, device=device)
-    block_width = triton.next_power_of_2(width)
+    block_width = power_of_two(width)
     tile = tile_elements(GPU_TILE, INTERPRETER_TILE)
-    block_rows = max(1, min(tile // block_width, triton.next_power_of_2(batch)))
+    block_rows = max(1, min(tile // block_width, power_of_two(batch)))
     fault_word = faults.word(device)
     with launching(device):
-        accept_commit_kernel[(triton.cdiv(batch, block_rows),)](
+        accept_commit_kernel[(blocks(batch, block_rows),)](
             candidates,
             target_predict,
             seq_lens,
@@ -151,7 +151,7 @@ def accept_commit_fused(
             HAS_EOS_IDS=eos_ids is not None,
             HAS_TRACK=interval is not None,
             FAULT_MASK=VERIFY_LEN_FAULT,
-            num_warps=4,
+            num_warps=warps_for(block_rows * block_width),
             enable_fp_fusion=False,
         )
     return AcceptCommit(correct, bonus, commit_lens, new_seq_lens, last, track)

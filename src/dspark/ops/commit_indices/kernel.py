@@ -21,7 +21,7 @@ import triton.language as tl
 from dspark import faults
 from dspark.ops.commit_indices.checks import ACCEPT_LEN_FAULT, SEQ_LEN_FAULT
 from dspark.ops.index_math.kernel import nonnegative_quotient
-from dspark.ops.launch import blocks, launching, power_of_two, tile_elements
+from dspark.ops.launch import blocks, launching, power_of_two, tile_elements, warps_for
 
 # Elements per program. The interpreter pays per program, the GPU wants a block per multiprocessor.
 GPU_TILE = 1024
@@ -130,7 +130,7 @@ def commit_indices_fused(
             BLOCK_DEPTH=block_depth,
             ACCEPT_LEN_MASK=ACCEPT_LEN_FAULT,
             SEQ_LEN_MASK=SEQ_LEN_FAULT,
-            num_warps=4,
+            num_warps=warps_for(block_rows * block_depth),
             enable_fp_fusion=False,
         )
     return last, track
