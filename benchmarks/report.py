@@ -69,7 +69,17 @@ def run_lines(record: Row) -> Iterator[str]:
     yield f"- {record['date']}, `{record['command']}`, {record['seconds']:.0f} s"
     yield f"- {versions}; peer: {record['peer'] or 'none'}"
     yield f"- copy rate {record['copy_rate'] / 1e12:.2f} TB/s (read plus written), L2 {record['l2_bytes'] >> 20} MiB"
+    apart = repeated(record["measurements"])
+    if apart:
+        how_far = f"{apart[len(apart) // 2]:.1%} away from the first time in the median, {apart[-1]:.1%} at most"
+        yield f"- fused, timed again after its contenders: {how_far}"
     yield ""
+
+
+def repeated(rows: Sequence[Row]) -> list[float]:
+    """How far the two times of fused lie apart, as shares, in order."""
+    twice = [(median(row, "graph"), median(row, "again")) for row in rows]
+    return sorted(abs(again / time - 1) for time, again in twice if time is not None and again is not None)
 
 
 def sizes_text(found: Sequence[Verdict]) -> str:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
@@ -236,6 +238,74 @@ def test_copies_pass_the_cache_three_times(size: int, need: int) -> None:
     assert copies_for(size, 2000) == need
 
 
+class FakeCuda:
+    """Enough of torch.cuda for a clock: a call takes 10 us on the device and 4 us on the host."""
+
+    def __init__(self) -> None:
+        self.device_us = self.host_us = 0.0
+        self.captured = self.capturing = 0
+        self.slept = False
+
+    def call(self) -> None:
+        self.host_us += 4
+        if self.capturing:
+            self.captured += 1
+        else:
+            self.device_us += 10
+
+    @contextlib.contextmanager
+    def graph(self, _: Any) -> Iterator[None]:
+        self.capturing, self.captured = 1, 0
+        yield
+        self.capturing = 0
+
+    def CUDAGraph(self) -> Any:  # noqa: N802
+        def replay() -> None:
+            assert self.slept, "the first replay would wait for the host"
+            self.device_us += 10 * self.captured
+
+        return SimpleNamespace(replay=replay, reset=lambda: None)
+
+    def Event(self, enable_timing: bool) -> Any:  # noqa: N802
+        event = SimpleNamespace(at=0.0)
+        event.record = lambda: setattr(event, "at", self.device_us)
+        event.elapsed_time = lambda other: (other.at - event.at) / 1e3
+        return event
+
+    def _sleep(self, cycles: int) -> None:
+        self.slept = True
+        self.device_us += cycles
+
+    def synchronize(self) -> None:
+        self.host_us = self.device_us = max(self.host_us, self.device_us)
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    fake = FakeCuda()
+    monkeypatch.setattr(timing, "torch", SimpleNamespace(cuda=fake))
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: fake.host_us * 1e-6))
+    return fake
+
+
+def test_replays_are_divided_by_the_calls_of_the_graph(cuda: FakeCuda) -> None:
+    found = timing.time_graph([cuda.call] * 3)
+    assert (found.median, found.p10, found.p90) == pytest.approx((10, 10, 10))
+    assert found.calls == cuda.captured == 18  # whole passes, at least 16 calls
+    assert found.samples == 100
+    assert timing.time_graph([cuda.call] * 2000).samples == 20
+
+
+def test_plain_calls_wait_for_the_device_and_the_host_does_not(cuda: FakeCuda) -> None:
+    plain = timing.time_plain([cuda.call] * 2, 10)
+    assert (plain.calls, plain.samples) == (200, 5)
+    assert plain.median == pytest.approx(10)
+    assert timing.time_plain([cuda.call], 1e6).calls == 10
+    host = timing.time_host([cuda.call] * 2)
+    assert (host.calls, host.samples) == (8, 40)
+    assert host.median == pytest.approx(4)
+
+
 # A run, with a clock that is not one.
 
 
@@ -286,6 +356,7 @@ def test_a_run_keeps_wrong_and_failing_contenders(record: dict[str, Any]) -> Non
     last = record["measurements"][-1]
     assert last["reason"] == "RuntimeError: no such kernel"
     assert "graph" not in last
+    assert [("again" in row) for row in record["measurements"]] == [True, False, False] * 2
     assert record["measurements"][0]["floor_us"] == pytest.approx(4 * 132 / 1e12 * 1e6)
     said = "\n".join(table.lines(record))
     assert "WRONG accept W8 4 sglang" in said
@@ -352,7 +423,7 @@ def row(op: str, shape: str, size: int, contender: str, us: float, host: float |
 
 
 WRITTEN = [
-    row("kv_write", "A", 8, "fused", 2.0),
+    row("kv_write", "A", 8, "fused", 2.0, again={"median": 2.1}),
     row("kv_write", "A", 8, "sglang", 4.4, 5.0),
     row("kv_write", "A", 16384, "fused", 1800.0),
     row("kv_write", "A", 16384, "sglang", 3900.0),
@@ -429,6 +500,7 @@ def test_the_report_has_every_figure_and_every_reason(tmp_path: Path) -> None:
         "The weights that a copy would take:\n12,345.",
         "| accept, C, 64 | ok |",
         "copy rate 0.01 TB/s (read plus written), L2 60 MiB",
+        "fused, timed again after its contenders: 5.0% away from the first time in the median, 5.0% at most",
         "![growth](pictures/growth.svg)",
         "| 8 | 3.00 | 5.40 / 5.00 | - |",
     ):
