@@ -306,6 +306,15 @@ def test_the_summary_lists_other_lanes_waivers_and_problems(report: Report, file
     ]
 
 
+def test_the_summary_lists_ties_with_both_margins(report: Report) -> None:
+    report.ledger.ties, report.ledger.farthest = ["b: 7 by 1", "a: 9 by 2"], {"state": 2.5, "logits": 1.0}
+    assert list(summary.lines(replace(report, partial="part")))[4:7] == [
+        "teacher-forced decoding: 2 ties; farthest from one token at a time, in bf16 spacings: logits 1, state 2.5",
+        "  a: 9 by 2",
+        "  b: 7 by 1",
+    ]
+
+
 def test_the_summary_of_a_partial_run_compares_no_counts(report: Report) -> None:
     assert list(summary.lines(replace(report, partial="2 of 3 cases were run")))[4:] == [
         "lane interpret; dspark 1, python 3; 1.3 s",
@@ -340,6 +349,7 @@ def test_the_record_holds_what_was_seen(report: Report, tmp_path: Path) -> None:
     path = tmp_path / "record.json"
     arguments = ["--record", "here.json", "-k", "a b", "--record=there.json", "conformance"]
     report.ledger.not_offered, report.ledger.waived = {"b", "a"}, {"d", "c"}
+    report.ledger.ties, report.ledger.farthest = ["y", "x"], {"logits": 1.5}
     summary.write_record(path, replace(report, partial="part", problems=("one",), exit_status=1), arguments)
     record = json.loads(path.read_text())
     assert len(record.pop("date")) == 10
@@ -357,5 +367,7 @@ def test_the_record_holds_what_was_seen(report: Report, tmp_path: Path) -> None:
         "problems": ["one"],
         "not_offered": ["a", "b"],
         "waived": ["c", "d"],
+        "ties": ["x", "y"],
+        "farthest": {"logits": 1.5},
     }
     assert path.read_text().endswith("}\n")

@@ -69,7 +69,7 @@ def test_statistics(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
         capsys, "hello", "--model", str(model), "--max-new-tokens", "6", "--dispatch", "eager", "--stats"
     )
     assert status == 0
-    for part in ("tokens per step: ", "(5 tokens in ", "acceptance by position: ", "seconds: ", "accept: eager"):
+    for part in ("tokens per step: ", "(5 tokens in ", "acceptance by position: ", "seconds: ", "accept_commit: eager"):
         assert part in said
 
 

@@ -293,6 +293,8 @@ def filled() -> Ledger:
         census={("op", "eager", "a"): 3, ("op", "fused", "eligible"): 4},
         not_offered={"cases/test_a.py::test_gpu"},
         waived={"test_a.py::test_excused"},
+        ties=["request 0, token 3"],
+        farthest={"logits": 1.5, "state": 2.0},
         collected_files={"test_a.py", "test_b.py"},
         collected=7,
         deselected=2,
@@ -314,6 +316,7 @@ def test_counts_add_up_and_collection_facts_are_united() -> None:
     other.census = {("op", "eager", "a"): 1, ("new", "eager", "z"): 1}
     other.not_offered, other.collected_files = {"cases/test_b.py::test_gpu"}, {"test_b.py", "test_c.py"}
     other.waived = {"test_b.py::test_excused"}
+    other.ties, other.farthest = ["request 1, token 0"], {"logits": 3.0, "state": 1.0, "target K": 0.5}
     merged.absorb(other.to_data())
     assert merged == Ledger(
         rows={LABEL: row_from(6, step=2), OTHER: row_from(10), Label("new", "-"): Row(cases=1)},
@@ -322,6 +325,8 @@ def test_counts_add_up_and_collection_facts_are_united() -> None:
         census={("op", "eager", "a"): 4, ("op", "fused", "eligible"): 4, ("new", "eager", "z"): 1},
         not_offered={"cases/test_a.py::test_gpu", "cases/test_b.py::test_gpu"},
         waived={"test_a.py::test_excused", "test_b.py::test_excused"},
+        ties=["request 0, token 3", "request 1, token 0"],
+        farthest={"logits": 3.0, "state": 2.0, "target K": 0.5},
         collected_files={"test_a.py", "test_b.py", "test_c.py"},
         collected=7,
         deselected=2,

@@ -1,4 +1,4 @@
-"""Never out of bounds, whatever the index values (CONTRACTS.md sections 3, 4, 6, 7, 8; faults F2-10, F3-16).
+"""Never out of bounds, whatever the index values (CONTRACTS.md sections 3, 4, 6, 7, 7b, 8; faults F2-10, F3-16).
 
 Drawn calls: index values of the whole integer range, strides, gaps and offsets, in guard bands. Only the write set
 changes, results are the oracle's, and a fault is reported exactly when there is one. What is only read beyond a tensor
@@ -21,7 +21,16 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from ..fixtures import guard, world
-from ..fixtures.calls import accept, attention, commit_indices, kv_inject, kv_write, qk_norm_rope, state_scatter
+from ..fixtures.calls import (
+    accept,
+    accept_commit,
+    attention,
+    commit_indices,
+    kv_inject,
+    kv_write,
+    qk_norm_rope,
+    state_scatter,
+)
 from ..fixtures.cliff import Say, expect_done, in_child
 from ..fixtures.guard import Arena
 from ..fixtures.lane import Lane
@@ -31,7 +40,7 @@ from ..fixtures.streams import Stream
 Ints = npt.NDArray[np.int64]
 Draw = st.DrawFn
 PATHS = ("fused", "eager")
-EXAMPLES = {Lane.INTERPRET: 60, Lane.CUDA: 25}
+EXAMPLES = {Lane.INTERPRET: 60, Lane.CUDA: 25, Lane.SECOND: 25}
 """Each shape is another compilation on a GPU."""
 LAYERED = {kv_inject.OP, attention.OP}
 """A call of these builds layers; a third of the examples, since what they launch is fuzzed by itself."""
@@ -117,6 +126,29 @@ def accept_calls(draw: Draw) -> accept.Call:
         lens_dtype=short,
         gap=draw(GAP),
         transposed=draw(st.booleans()),
+    )
+
+
+@st.composite
+def accept_commit_calls(draw: Draw) -> accept_commit.Call:
+    window = draw(accept_calls())
+    batch = len(window.target)
+    interval = draw(st.none() | st.sampled_from([1, 4, 256, 1 << 31, (1 << 62) - 1, 1 << 62]))
+    before, ends = draw(INDEX), draw(SIGNED)
+    return accept_commit.Call(
+        window.candidates,
+        window.target,
+        draw(indices(before, 3 * min(interval or 256, 256), batch)),
+        window.verify_lens,
+        draw(st.none() | st.integers(0, 4).flatmap(lambda count: indices(ends, 50, count))),
+        interval,
+        candidates_dtype=window.candidates_dtype,
+        target_dtype=window.target_dtype,
+        seq_lens_dtype=before,
+        lens_dtype=window.lens_dtype,
+        eos_dtype=ends,
+        gap=window.gap,
+        transposed=window.transposed,
     )
 
 
@@ -255,6 +287,7 @@ def attention_calls(draw: Draw) -> attention.Call:
 
 DRAWN: dict[ModuleType, st.SearchStrategy[Any]] = {
     accept: accept_calls(),
+    accept_commit: accept_commit_calls(),
     commit_indices: commit_indices_calls(),
     qk_norm_rope: qk_norm_rope_calls(),
     kv_write: kv_write_calls(),
@@ -286,7 +319,7 @@ def test_any_index_value_stride_and_offset(op: str, path: str, lane: Lane, arena
 
         check()
 
-    if lane is Lane.CUDA:
+    if lane is not Lane.INTERPRET:
         fuzz(lambda doing: None)
     else:
         # A write far beyond an array ends the interpreter's process, which is not to be the one of the other cases.

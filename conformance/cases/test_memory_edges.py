@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from ..fixtures.calls import accept, commit_indices, kv_write, qk_norm_rope, state_scatter
+from ..fixtures.calls import accept, accept_commit, commit_indices, kv_write, qk_norm_rope, state_scatter
 from ..fixtures.cliff import EVERYTHING, Cliff, Ending, Say, Side, expect_done, in_child
 from ..fixtures.lane import Lane
 from ..fixtures.ledger import Label
@@ -38,6 +38,27 @@ def accept_edges() -> Iterator[accept.Call]:
         for odd in (0, width + 1, (1 << 32) + 1, 1 - (1 << 32)):
             yield replace(call, verify_lens=np.resize([odd, 1, width], batch), lens_dtype=torch.int64)
         yield replace(call, verify_lens=np.resize([LOW, FAR, 1], batch), lens_dtype=torch.int64, transposed=True)
+
+
+def accept_commit_edges() -> Iterator[accept_commit.Call]:
+    """The windows of ``accept_edges``, with no end, one and some, and lengths of every kind."""
+    for number, window in enumerate(accept_edges()):
+        batch = len(window.target)
+        ends = (None, np.zeros(0, np.int64), np.array([3]), np.array([FAR, LOW, 7]))[number % 4]
+        call = accept_commit.Call(
+            window.candidates,
+            window.target,
+            np.full(batch, 255),
+            window.verify_lens,
+            ends,
+            candidates_dtype=window.candidates_dtype,
+            lens_dtype=window.lens_dtype,
+            gap=window.gap,
+            transposed=window.transposed,
+        )
+        yield call
+        yield replace(call, seq_lens=np.resize([LOW, FAR, -1, 0], batch), interval=1 << 62)
+        yield replace(call, verify_lens=None, interval=None)
 
 
 def commit_indices_edges() -> Iterator[commit_indices.Call]:
@@ -107,6 +128,7 @@ def state_scatter_edges() -> Iterator[state_scatter.Call]:
 
 EDGES: dict[ModuleType, Callable[[], Iterator[Any]]] = {
     accept: accept_edges,
+    accept_commit: accept_commit_edges,
     commit_indices: commit_indices_edges,
     qk_norm_rope: qk_norm_rope_edges,
     kv_write: kv_write_edges,

@@ -11,12 +11,13 @@ import torch
 from dspark.ops import (
     KVPoolTable,
     compute_dflash_correct_drafts_and_bonus,
+    fused_accept_commit,
     fused_kv_norm_rope_write,
     table_qk_norm_rope_,
 )
 
 from ..fixtures import vast
-from ..fixtures.calls import accept, kv_write, qk_norm_rope
+from ..fixtures.calls import accept, accept_commit, kv_write, qk_norm_rope
 from ..fixtures.calls.layout import bits_of
 from ..fixtures.guard import Arena, to_bits
 from ..fixtures.ledger import Label, expect_equal
@@ -70,6 +71,36 @@ def test_accept_verify_lens(path: str, arena: Arena) -> None:
             path=path,
         ),
     )
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    "argument",
+    ["candidates-rows", "candidates-columns", "target_predict-rows", "target_predict-columns", "seq_lens",
+     "verify_lens", "eos_ids"],
+)  # fmt: skip
+def test_accept_commit(argument: str, path: str, arena: Arena) -> None:
+    target = np.array([[1, 2, 3], [4, 5, 6], [7, 8, 9]])
+    candidates = np.array([[0, 1, 2], [0, 4, 9], [0, 7, 8]])
+    before, lens, ends = np.array([254, 255, 253]), np.array([3, 2, 3]), np.array([90, 91, 8])
+    call = accept_commit.Call(candidates, target, before, lens, ends)
+    values = {
+        "candidates": candidates,
+        "target_predict": target,
+        "seq_lens": before,
+        "verify_lens": lens,
+        "eos_ids": ends,
+    }
+    name, _, dimension = argument.partition("-")
+    tensors = {key: torch.from_numpy(value).to(arena.device, torch.int32) for key, value in values.items()}
+    strides = {"rows": (FAR, 1), "columns": (1, FAR)}.get(dimension, (FAR,))
+    far = vast.place(values[name], torch.int32, strides, arena.device)
+    tensors[name] = far.view
+    label = Label(accept_commit.OP, path)
+    accept_commit.expect_results(
+        call, label, lambda: fused_accept_commit(**tensors, mamba_track_interval=call.interval, path=path)
+    )
+    far.verify(label, argument)
 
 
 def small_call(rotary_dim: int) -> qk_norm_rope.Call:

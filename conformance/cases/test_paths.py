@@ -75,6 +75,7 @@ def test_f5_8_the_callers_slice_of_packed_rows_is_fused(arena: Arena) -> None:
 
 IMPLEMENTATIONS = {
     "accept_eager", "accept_fused",
+    "accept_commit_eager", "accept_commit_fused",
     "base_logits_eager", "base_logits_fused",
     "commit_indices_eager", "commit_indices_fused",
     "kv_write_eager", "kv_write_fused",

@@ -255,5 +255,7 @@ def test_rows(case: Case, path: str, arena: Arena) -> None:
 def test_rows_do_not_depend_on_the_tile(tile: Tile, arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every tile that a GPU uses at some size, and one with a program for each head of two rows."""
     monkeypatch.setattr(kernel, "tile_for", lambda *_: tile)
-    case = small("tile", rows=21, heads=(9, 5))
+    positions = np.arange(21) * 3
+    positions[[4, 20]] = [64, -1]
+    case = small("tile", rows=21, heads=(9, 5), table_rows=64, positions=positions)
     run(case.build(Stream(f"tile/{tile.elements}")), Label(OP, "fused"), arena, "fused")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -88,12 +89,14 @@ class Stateless(ToyTarget):
         return self.lost(super().new_cache(*sizes, **options))
 
 
-@pytest.mark.parametrize("lost", ["states", "state_pool"])
+@pytest.mark.parametrize("lost", ["states", "state_pool", "states.commit", "states.commit_steps"])
 def test_target_is_mambaish_refuses_a_hybrid_target_that_cannot_commit_states(lost: str, arena: Arena) -> None:
     target, label = Stateless(arena.device), Label(OP, "error")
 
     def lose(cache: ToyCache) -> ToyCache:
-        setattr(cache, lost, None)
+        name, _, method = lost.partition(".")
+        others = {"commit", "commit_steps"} - {method}
+        setattr(cache, name, SimpleNamespace(**dict.fromkeys(others)) if method else None)
         return cache
 
     target.lost = lose

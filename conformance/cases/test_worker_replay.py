@@ -55,13 +55,13 @@ def forced(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
     """Ask for a path in every call; with ``mixed`` each call of each operation goes where a draw of its own says."""
 
     def force(path: str, key: str) -> None:
-        stream, choose = Stream(key), dispatch.choose
+        stream, take = Stream(key), dispatch.take
 
-        def chosen(op: str, facts: Any, asked: str | None = None) -> dispatch.Path:
+        def taken(decision: dispatch.Decision, asked: str | None = None) -> dispatch.Path:
             drawn = ("fused", "eager")[int(stream.integers(0, 2, (1,))[0])] if path == "mixed" else path
-            return choose(op, facts, asked if asked is not None else drawn)
+            return take(decision, asked if asked is not None else drawn)
 
-        monkeypatch.setattr(dispatch, "choose", chosen)
+        monkeypatch.setattr(dispatch, "take", taken)
 
     return force
 

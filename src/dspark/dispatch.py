@@ -1,8 +1,9 @@
 """Which path an operation takes, as a value that can be read, counted and refused.
 
 An operation owns an ordered tuple of :class:`Check`. :func:`decide` turns the facts of one call into a
-:class:`Decision`; :func:`choose` applies what the caller asked for, counts the outcome in the census and warns the
-first time a reason sends the operation to its fallback. This module knows no operation and no kernel.
+:class:`Decision`; :func:`take` applies what the caller asked for, counts the outcome in the census and warns the
+first time a reason sends the operation to its fallback. :func:`choose` is both. This module knows no operation and no
+kernel.
 
 What the caller can ask for, strongest first: the ``path=`` argument, ``with forced(...)``, the environment variable
 ``DSPARK_DISPATCH`` (read once, when this module is imported). Each is ``auto`` (fused where eligible), ``fused``
@@ -21,7 +22,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -105,9 +106,15 @@ class Decision:
         """Ids of the failed checks, in the operation's order."""
         return tuple(failure.check.id for failure in self.failed)
 
+    @cached_property
+    def counted(self) -> tuple[CensusKey, ...]:
+        """The census rows of a call that takes :attr:`path`."""
+        assert self.path is not None
+        return tuple(CensusKey(self.op, self.path, reason) for reason in self.reasons or (ELIGIBLE,))
+
 
 class Outcome(NamedTuple):
-    """What :func:`choose` did: the decision, and the path that was then taken."""
+    """What :func:`take` did: the decision, and the path that was then taken."""
 
     decision: Decision
     path: Path
@@ -135,6 +142,8 @@ class FallbackError(RuntimeError):
         return type(self), (self.decision, self._asked, self._failed)
 
 
+# A member of an enum costs a look-up that shows in the time of a call.
+_STRICT, _REQUESTED, _EAGER = Mode.FUSED, Mode.EAGER, Path.EAGER
 _mode = parse_mode(os.environ.get("DSPARK_DISPATCH", Mode.AUTO), "DSPARK_DISPATCH")
 _forced: ContextVar[Mode | None] = ContextVar("dspark_forced", default=None)
 _observer: ContextVar[list[Outcome] | None] = ContextVar("dspark_observer", default=None)
@@ -196,34 +205,42 @@ def decide(op: str, facts: Hashable) -> Decision:
 
 
 def choose(op: str, facts: Hashable, path: str | None = None) -> Path:
-    """The path that this call takes; counts it, and warns when a reason is new.
+    """:func:`take` with the decision that ``facts`` lead to."""
+    return take(decide(op, facts), path)
+
+
+def take(decision: Decision, path: str | None = None) -> Path:
+    """The path that a call with this decision takes; counts it, and warns when a reason is new.
 
     path: the caller's ``path=`` argument, or None for the surrounding :func:`forced` block or the environment.
     Raises ``ValueError`` for an unknown ``path``, and :class:`FallbackError` when the path that is asked for, or every
     path, is not eligible.
     """
     mode = parse_mode(path, "path") if path is not None else _forced.get() or _mode
-    decision = decide(op, facts)
-    if mode is Mode.FUSED and decision.failed:
+    if mode is _STRICT and decision.failed:
         raise FallbackError(decision, "the fused path, which was requested,", decision.failed)
-    if mode is Mode.EAGER and decision.eager_failed:
+    if mode is _REQUESTED and decision.eager_failed:
         raise FallbackError(decision, "the eager path, which was requested,", decision.eager_failed)
-    if decision.path is None:
+    taken = decision.path
+    if taken is None:
         raise FallbackError(decision, "any path", decision.failed + decision.eager_failed)
-    taken = Path.EAGER if mode is Mode.EAGER else decision.path
-    _count(op, taken, (REQUESTED,) if mode is Mode.EAGER else decision.reasons or (ELIGIBLE,))
-    if taken is Path.EAGER and mode is not Mode.EAGER:
-        _warn(decision)
+    if mode is _REQUESTED:
+        taken = _EAGER
+        _count((CensusKey(decision.op, taken, REQUESTED),))
+    else:
+        _count(decision.counted)
+        if taken is _EAGER:
+            _warn(decision)
     observer = _observer.get()
     if observer is not None:
         observer.append(Outcome(decision, taken))
     return taken
 
 
-def _count(op: str, path: Path, reasons: tuple[str, ...]) -> None:
+def _count(rows: tuple[CensusKey, ...]) -> None:
     with _lock:
-        for reason in reasons:
-            _census[CensusKey(op, path, reason)] += 1
+        for row in rows:
+            _census[row] += 1
 
 
 def _warn(decision: Decision) -> None:

@@ -16,6 +16,7 @@ from dspark.model.stacked import StackedLayers
 from dspark.ops import (
     KVPoolTable,
     compute_dflash_correct_drafts_and_bonus,
+    fused_accept_commit,
     fused_commit_track_indices,
     fused_conv_window_scatter_with_mask,
     fused_kv_norm_rope_write,
@@ -27,6 +28,11 @@ from dspark.runtime.pools import KVPool
 def _accept(device: torch.device) -> None:
     ids = torch.tensor([[1, 2], [3, 4]], device=device)
     compute_dflash_correct_drafts_and_bonus(candidates=ids, target_predict=ids)
+
+
+def _accept_commit(device: torch.device) -> None:
+    ids = torch.tensor([[1, 2], [3, 4]], device=device)
+    fused_accept_commit(candidates=ids, target_predict=ids, seq_lens=ids[0], mamba_track_interval=4)
 
 
 def _qk_norm_rope(device: torch.device) -> None:
@@ -85,6 +91,7 @@ def _kv_inject(device: torch.device) -> None:
 
 SMALL_CALLS: dict[str, Callable[[torch.device], None]] = {
     "accept": _accept,
+    "accept_commit": _accept_commit,
     "attention": _attention,
     "base_logits": _base_logits,
     "commit_indices": _commit_indices,

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterable
+from functools import lru_cache
 
 import torch
 
@@ -68,9 +69,15 @@ def declared() -> tuple[tuple[str, str], ...]:
     return tuple(_kinds)
 
 
+@lru_cache
+def _on_host(device: torch.device) -> bool:
+    # Every operation asks, and torch makes a new string of a device's type at each look.
+    return device.type == "cpu"
+
+
 def word(device: torch.device) -> torch.Tensor:
     """The fault word of ``device``: int64 ``[1]``. Built at first use; never during CUDA graph capture."""
-    if device.type == "cpu":
+    if _on_host(device):
         if not hasattr(_cpu, "word"):
             _cpu.word = _new_word("cpu")
         cpu_word: torch.Tensor = _cpu.word
@@ -147,5 +154,5 @@ def check(device: torch.device | str | None = None) -> None:
 
 def finish(device: torch.device) -> None:
     """End of a public operation on ``device``: :func:`check` on the CPU and in debug mode, nothing otherwise."""
-    if device.type == "cpu" or _debug:
+    if _on_host(device) or _debug:
         check(device)

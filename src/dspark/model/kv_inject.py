@@ -7,16 +7,20 @@ layers' own methods and hands bf16 K and V to the pool's own setter (conformance
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
-from dspark import dispatch, faults
+from dspark import dispatch, faults, machine
 from dspark.model.attention import DFlashAttention, plain_table
 from dspark.model.kv_inject_checks import OP, KVAccessors, KVSetter, gather, pool_buffers
+from dspark.model.kv_inject_plan import Draft, Drafts, InjectPlan, Strided, rows_key
 from dspark.model.stacked import stacked_view
-from dspark.ops import KVPoolTable, arguments, fused_kv_norm_rope_write
+from dspark.ops import KVPoolTable, arguments, kv_write
 from dspark.ops.kv_write.eager import RowRules
+
+_drafts = Drafts()
 
 
 def write_target_hidden_kv(
@@ -41,16 +45,25 @@ def write_target_hidden_kv(
     ``DSPARK_DISPATCH`` and :func:`dspark.dispatch.forced`; the fallback waits for the device to select rows.
     Raises ``ValueError`` for row counts that disagree, a half-given window, and a pool without ``set_kv_buffer``.
     """
-    locs, width = _require_rows(hidden, positions, locs, commit_lens, locs_row_width)
-    if not layers:
-        return
-    if not isinstance(pool, KVSetter):
-        raise ValueError(f"pool: got {type(pool).__name__}, need a pool with set_kv_buffer")
-    reserved = int(getattr(pool, "reserved_rows", 0))
-    if dispatch.choose(OP, gather(layers, pool, hidden)) is dispatch.Path.FUSED:
-        _write_fused(layers, pool, hidden, positions, locs, commit_lens, width, reserved)
+    draft, plans = _drafts.find(layers, pool)
+    key = rows_key(hidden, positions, locs, commit_lens, locs_row_width)
+    plan = plans.find(key)
+    if plan is None:
+        width = _require_rows(hidden, positions, locs, commit_lens, locs_row_width)
+        if not layers:
+            return
+        if not isinstance(pool, KVSetter):
+            raise ValueError(f"pool: got {type(pool).__name__}, need a pool with set_kv_buffer")
+        reserved = int(getattr(pool, "reserved_rows", 0))
+        decision = dispatch.decide(OP, gather(layers, pool, hidden))
+        plan = plans.keep(key, InjectPlan(machine.facts(), decision, width, locs.dim() == 2, reserved))
+    if plan.window:
+        locs = locs.reshape(-1)
+    if dispatch.take(plan.decision) is dispatch.Path.FUSED:
+        with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
+            _write_fused(plan, draft or _draft_of(layers, pool), layers, hidden, positions, locs, commit_lens)
     else:
-        _write_by_layer(layers, pool, hidden, positions, locs, commit_lens, width, reserved)
+        _write_by_layer(layers, pool, hidden, positions, locs, commit_lens, plan.width, plan.reserved)
     faults.finish(hidden.device)
 
 
@@ -60,8 +73,8 @@ def _require_rows(
     locs: torch.Tensor,
     commit_lens: torch.Tensor | None,
     width: int | None,
-) -> tuple[torch.Tensor, int | None]:
-    """Flat locs and W."""
+) -> int | None:
+    """W."""
     arguments.require_rank("hidden", hidden, 2)
     arguments.require_tensor("locs", locs)
     if locs.dim() == 2:
@@ -78,48 +91,51 @@ def _require_rows(
     if commit_lens is not None and width is not None:
         arguments.require_window("commit_lens", commit_lens, width, hidden.shape[0])
     arguments.require_one_device(hidden=hidden, positions=positions, locs=locs, commit_lens=commit_lens)
-    return locs, width
+    return width
 
 
-def _write_fused(
-    layers: Sequence[DFlashAttention],
-    pool: Any,
-    hidden: torch.Tensor,
-    positions: torch.Tensor,
-    locs: torch.Tensor,
-    commit_lens: torch.Tensor | None,
-    width: int | None,
-    reserved: int,
-) -> None:
+def _draft_of(layers: Sequence[DFlashAttention], pool: Any) -> Draft:
+    """What the fused path needs of any layers and any pool."""
+    first, buffers = layers[0], [pool_buffers(pool, layer) for layer in layers]
+    keys, values = tuple(key for key, _ in buffers), tuple(value for _, value in buffers)
+    valid = getattr(pool, "valid_rows", None)
+    return Draft([], first, first.qkv_proj.weight, first.k_norm.weight, keys, values, valid)
+
+
+def _views(layers: Sequence[DFlashAttention]) -> tuple[Strided, Strided]:
+    """The K and V rows of all QKV weights, ``[L, H, 2 KV]``, and all k_norm weights, ``[L, D]``."""
     first = layers[0]
     weights = stacked_view([layer.qkv_proj.weight for layer in layers])
     norms = stacked_view([layer.k_norm.weight for layer in layers])
     assert weights is not None  # the checks *-not-stacked hold
     assert norms is not None
     rows = weights[:, first.q_size : first.q_size + 2 * first.kv_size]
-    with torch.no_grad():
-        # One strided batched product over the views: [L, T, 2 KV], no copy of a weight.
-        kv = torch.bmm(hidden.expand(len(layers), *hidden.shape), rows.transpose(1, 2))
-        buffers = [pool_buffers(pool, layer) for layer in layers]
-        fused_kv_norm_rope_write(
-            kv,
-            KVPoolTable(
-                [key for key, _ in buffers], [value for _, value in buffers], getattr(pool, "valid_rows", None)
-            ),
-            norms,
-            first.rotary_emb.cos_sin_cache,
-            positions,
-            locs,
-            len(layers),
-            first.kv_size,
-            first.head_dim,
-            first.k_norm.variance_epsilon,
-            commit_lens,
-            width,
-            first.rotary_emb.is_neox_style,
-            first.rotary_emb.rotary_dim,
-            reserved_rows=reserved,
-        )
+    return Strided.of(rows.transpose(1, 2)), Strided.of(norms)
+
+
+def _write_fused(
+    plan: InjectPlan,
+    draft: Draft,
+    layers: Sequence[DFlashAttention],
+    hidden: torch.Tensor,
+    positions: torch.Tensor,
+    locs: torch.Tensor,
+    commit_lens: torch.Tensor | None,
+) -> None:
+    first, rotary = draft.first, draft.first.rotary_emb
+    if plan.views is None:
+        plan.views = _views(layers)
+    rows, norms = plan.views
+    # One strided batched product over the views: [L, T, 2 KV], no copy of a weight.
+    kv = torch.bmm(hidden.expand(len(draft.keys), -1, -1), draft.weight.as_strided(*rows))
+    # The plan of the write is that of these buffers, which have been looked at then.
+    pools = (KVPoolTable if plan.write is None else KVPoolTable.unchecked)(draft.keys, draft.values, draft.valid)
+    tensors = (kv, pools, draft.norm.as_strided(*norms), rotary.cos_sin_cache, positions, locs, commit_lens)
+    sizes = (first.kv_size, first.head_dim)
+    if plan.write is None:
+        eps, dim = first.k_norm.variance_epsilon, rotary.rotary_dim
+        plan.write = kv_write.validated(*tensors, len(layers), *sizes, eps, plan.width, dim, None, plan.reserved)
+    kv_write.write(plan.write, *tensors, plan.width, *sizes, rotary.is_neox_style, plan.reserved, None)
 
 
 @torch.no_grad()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dspark.ops.accept import compute_dflash_correct_drafts_and_bonus
+from dspark.ops.accept_commit import AcceptCommit, fused_accept_commit
 from dspark.ops.commit_indices import fused_commit_track_indices
 from dspark.ops.kv_write import fused_kv_norm_rope_write
 from dspark.ops.pool_table import KVPoolTable
@@ -16,9 +17,11 @@ from dspark.ops.state_scatter import (
 )
 
 __all__ = [
+    "AcceptCommit",
     "KVPoolTable",
     "MambaCaches",
     "compute_dflash_correct_drafts_and_bonus",
+    "fused_accept_commit",
     "fused_commit_track_indices",
     "fused_conv_window_scatter_multi",
     "fused_conv_window_scatter_with_mask",

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from dspark import machine
+
+_AS_IT_IS = nullcontext()
 
 
 def launching(device: torch.device) -> AbstractContextManager[object]:
@@ -18,7 +20,19 @@ def launching(device: torch.device) -> AbstractContextManager[object]:
     Triton launches on the current device, not on the tensor's, so that is made current. The interpreter computes with
     numpy, whose warnings about NaN, infinity and 0/0 are silenced: those values are defined by the contracts.
     """
-    return torch.cuda.device(device) if device.type == "cuda" else np.errstate(all="ignore")
+    if device.type != "cuda":
+        return np.errstate(all="ignore")
+    return _AS_IT_IS if device.index == torch.cuda.current_device() else torch.cuda.device(device)
+
+
+def power_of_two(count: int) -> int:
+    """The smallest power of two that is not less than ``count``; Triton's own costs a microsecond a call."""
+    return 1 << (count - 1).bit_length() if count > 1 else 1
+
+
+def blocks(count: int, size: int) -> int:
+    """Programs of ``size`` that cover ``count``."""
+    return -(-count // size)
 
 
 WIDEST_ACCESS = 16
@@ -26,12 +40,16 @@ WIDEST_ACCESS = 16
 
 
 class Tile(NamedTuple):
-    """The work of one program on a GPU: rows up to which it is the best one, its elements, its heads, its warps."""
+    """The work of one program on a GPU: up to how many rows of a call it is the best, its elements, heads and warps.
+
+    streamed: whether such calls move more than a cache should keep (see ``norm_rope/kernel.py``).
+    """
 
     rows: float
     elements: int
     heads: int
     warps: int
+    streamed: bool = False
 
 
 def tile_for(rows: int, measured: Sequence[Tile], interpreter: int) -> Tile:

@@ -46,6 +46,15 @@ class KVPoolTable:
         if tensors:
             arguments.require_one_device(**tensors)
 
+    @classmethod
+    def unchecked(
+        cls, keys: tuple[torch.Tensor, ...], values: tuple[torch.Tensor, ...], valid: torch.Tensor | None
+    ) -> KVPoolTable:
+        """A table of tensors that are known to be as the constructor requires."""
+        table = object.__new__(cls)
+        table.__dict__.update(keys=keys, values=values, valid=valid)
+        return table
+
     def _named(self) -> tuple[tuple[str, tuple[torch.Tensor, ...]], ...]:
         return (("keys", self.keys), ("values", self.values))
 
@@ -78,6 +87,10 @@ class KVPoolTable:
         for tensor in self.keys + self.values:
             words |= tensor.data_ptr() | (tensor.stride(0) * tensor.element_size() if self.rows > 1 else 0)
         return words & -words
+
+    def layout(self) -> tuple[tuple[torch.dtype, tuple[int, ...], int], ...]:
+        """dtype, strides and address of each tensor: with the shape, all that a kernel needs to know of them."""
+        return tuple([(tensor.dtype, tensor.stride(), tensor.data_ptr()) for tensor in self.keys + self.values])
 
     def pointer_table(self, device: torch.device) -> torch.Tensor:
         """int64 ``[L, 4]`` on ``device``: K address, V address, K row stride, V row stride (in elements)."""

@@ -173,5 +173,9 @@ class VerifyStates:
         last, track = fused_commit_track_indices(
             accept_index, accept_lens, seq_lens, self.width, track_interval, path=path
         )
+        self.commit_steps(last, track, path=path)
+
+    def commit_steps(self, last: torch.Tensor, track: torch.Tensor | None, *, path: str | None = None) -> None:
+        """:meth:`commit` where the steps ``[R]`` are known (conformance/CONTRACTS.md section 8, with its faults)."""
         track_slots = None if track is None else self.pool.track_indices
         scatter_mamba_states_after_mtp_verify(self, self.pool.state_indices, last, track_slots, track, path=path)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from dspark.ops import arguments
-from dspark.runtime.acceptance import AcceptanceRule, Accepted, Greedy, emit, leading_survivors
+from dspark.runtime.acceptance import AcceptanceRule, Accepted, Greedy, Steps, Verified, leading_survivors
 from dspark.runtime.index_cache import IndexCache
 from dspark.runtime.kv_pool import KVPool
 from dspark.runtime.prefill import Progress, RestoredPrefix, prefill
@@ -247,7 +247,7 @@ class DSparkWorker:
             candidates, verify_lens = self._propose()
             output = self.verify(candidates, verify_lens)
             accepted = self._accept(candidates, output.logits, verify_lens)
-            self.commit(output.taps, accepted.lens)
+            self.commit(output.taps, accepted.lens, accepted.steps)
             self._advance(live, accepted, verify_lens)
 
     def select(self, requests: Sequence[Request]) -> None:
@@ -280,15 +280,21 @@ class DSparkWorker:
         )
 
     def _accept(self, candidates: torch.Tensor, logits: torch.Tensor, verify_lens: torch.Tensor) -> Accepted:
-        correct, bonus = self.rule(candidates, logits, verify_lens.clamp(min=1))  # a padded row has no column
-        return emit(candidates, correct, bonus, self._buffers.seq_lens >= 0, self._eos_ids, self._index)
+        interval = self.track_interval if self.target_is_mambaish else None
+        window = Verified(candidates, logits, verify_lens, self._buffers.seq_lens, self._eos_ids, interval)
+        return self.rule.accept(window, self._index)
 
-    def commit(self, taps: torch.Tensor, lens: torch.Tensor) -> None:
-        """Commit the first ``lens [R]`` positions of the window whose ``taps [R, W, C]`` are given."""
+    def commit(self, taps: torch.Tensor, lens: torch.Tensor, steps: Steps | None = None) -> None:
+        """Commit the first ``lens [R]`` positions of the window whose ``taps [R, W, C]`` are given.
+
+        steps: those whose states are committed, where they are known already.
+        """
         width = taps.shape[1]
         positions, locs = self._buffers.window(self._index.columns(width))
         self.draft.write_context(self.draft_pool, taps.flatten(0, 1), positions.flatten(), locs, lens)
-        if self.target_is_mambaish:
+        if self.target_is_mambaish and steps is not None:
+            self.cache.states.commit_steps(*steps)
+        elif self.target_is_mambaish:
             index = self._index.linear_accept_index(self.max_requests, width)
             lengths = None if self.track_interval is None else self._buffers.seq_lens
             self.cache.states.commit(index, lens, lengths, self.track_interval or 0)

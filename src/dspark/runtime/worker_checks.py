@@ -34,7 +34,9 @@ def is_mambaish(target: Any) -> bool:
 
 def require_states(target: Any, cache: Any) -> None:
     """``ValueError`` for a cache that cannot commit what a hybrid target keeps."""
-    if getattr(cache, "state_pool", None) is None or not hasattr(getattr(cache, "states", None), "commit"):
+    states = getattr(cache, "states", None)
+    commits = all(hasattr(states, name) for name in ("commit", "commit_steps"))
+    if getattr(cache, "state_pool", None) is None or not commits:
         raise ValueError(
             f"target: got {type(target).__name__}, which keeps recurrent state, with a {type(cache).__name__} that "
             "cannot commit the states after a verify step; need its state_pool and its states"

@@ -2,12 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+from functools import cache
+from types import ModuleType
+
 import torch
 
 from dspark import dispatch, faults, machine
 from dspark.ops import arguments
 from dspark.ops.accept.checks import OP, Facts
 from dspark.ops.accept.eager import accept_eager
+from dspark.ops.plans import Plan, Plans
+
+_plans: Plans[Plan] = Plans()
+
+
+def require_verify_window(
+    candidates: torch.Tensor, target_predict: torch.Tensor, verify_lens: torch.Tensor | None
+) -> tuple[int, int]:
+    """B and W of a verify window; ``ValueError`` for what section 6 of conformance/CONTRACTS.md refuses but devices."""
+    arguments.require_rank("candidates", candidates, 2)
+    batch, width = candidates.shape
+    if batch <= 0 or width <= 0:
+        raise ValueError(f"candidates: got shape {tuple(candidates.shape)}, need B > 0 and W > 0")
+    arguments.require_shape("target_predict", target_predict, (batch, width), "[B, W] of candidates")
+    arguments.require_dtype("candidates", candidates, arguments.SIGNED_DTYPES)
+    arguments.require_dtype("target_predict", target_predict, arguments.SIGNED_DTYPES)
+    if verify_lens is not None:
+        arguments.require_shape("verify_lens", verify_lens, (batch,), "[B] of candidates")
+        arguments.require_dtype("verify_lens", verify_lens, arguments.SIGNED_DTYPES)
+    return batch, width
 
 
 def compute_dflash_correct_drafts_and_bonus(
@@ -30,23 +54,38 @@ def compute_dflash_correct_drafts_and_bonus(
     Raises ``ValueError`` for ranks, shapes or devices that disagree, an empty batch or width, and dtypes that are not
     signed integers. A ``verify_lens`` outside 1..W is clamped and sets the fault ``accept/verify-len-out-of-range``.
     """
-    arguments.require_rank("candidates", candidates, 2)
-    batch, width = candidates.shape
-    if batch <= 0 or width <= 0:
-        raise ValueError(f"candidates: got shape {tuple(candidates.shape)}, need B > 0 and W > 0")
-    arguments.require_shape("target_predict", target_predict, (batch, width), "[B, W] of candidates")
-    arguments.require_dtype("candidates", candidates, arguments.SIGNED_DTYPES)
-    arguments.require_dtype("target_predict", target_predict, arguments.SIGNED_DTYPES)
-    if verify_lens is not None:
-        arguments.require_shape("verify_lens", verify_lens, (batch,), "[B] of candidates")
-        arguments.require_dtype("verify_lens", verify_lens, arguments.SIGNED_DTYPES)
-    arguments.require_one_device(candidates=candidates, target_predict=target_predict, verify_lens=verify_lens)
-
-    call = Facts(machine.facts(), candidates.device.type, width)
-    if dispatch.choose(OP, call, path) is dispatch.Path.FUSED:
-        from dspark.ops.accept.kernel import accept_fused as compute
-    else:
-        compute = accept_eager
-    result = compute(candidates, target_predict, verify_lens)
+    key = _key(candidates, target_predict, verify_lens)
+    plan = _plans.find(key) or _plans.keep(key, _validated(candidates, target_predict, verify_lens))
+    taken = dispatch.take(plan.decision, path)
+    compute = _kernel().accept_fused if taken is dispatch.Path.FUSED else accept_eager
+    result: tuple[torch.Tensor, torch.Tensor] = compute(candidates, target_predict, verify_lens)
     faults.finish(candidates.device)
     return result
+
+
+@cache
+def _kernel() -> ModuleType:
+    from dspark.ops.accept import kernel
+
+    return kernel
+
+
+def _key(candidates: torch.Tensor, target_predict: torch.Tensor, verify_lens: torch.Tensor | None) -> Hashable:
+    """All that :func:`_validated` reads; None for what cannot be read."""
+    try:
+        return (
+            (type(candidates), candidates.shape, candidates.dtype, candidates.device),
+            (type(target_predict), target_predict.shape, target_predict.dtype, target_predict.device),
+            None
+            if verify_lens is None
+            else (type(verify_lens), verify_lens.shape, verify_lens.dtype, verify_lens.device),
+        )
+    except Exception:
+        return None
+
+
+def _validated(candidates: torch.Tensor, target_predict: torch.Tensor, verify_lens: torch.Tensor | None) -> Plan:
+    _, width = require_verify_window(candidates, target_predict, verify_lens)
+    arguments.require_one_device(candidates=candidates, target_predict=target_predict, verify_lens=verify_lens)
+    facts = Facts(machine.facts(), candidates.device.type, width)
+    return Plan(facts.machine, dispatch.decide(OP, facts))

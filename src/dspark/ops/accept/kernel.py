@@ -19,11 +19,58 @@ import triton.language as tl
 
 from dspark import faults
 from dspark.ops.accept.checks import VERIFY_LEN_FAULT
-from dspark.ops.launch import launching, tile_elements
+from dspark.ops.launch import blocks, launching, power_of_two, tile_elements
 
 # Elements per program. The interpreter pays per program, the GPU wants a block per multiprocessor.
 GPU_TILE = 1024
 INTERPRETER_TILE = 1 << 16
+
+
+@triton.jit
+def accept_window(
+    candidates_ptr,
+    target_ptr,
+    verify_lens_ptr,
+    fault_ptr,
+    rows,
+    row_live,
+    reporting,
+    columns,
+    candidates_stride_row,
+    candidates_stride_column,
+    target_stride_row,
+    target_stride_column,
+    verify_lens_stride,
+    WIDTH: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    HAS_VERIFY_LENS: tl.constexpr,
+    FAULT_MASK: tl.constexpr,
+):
+    """The target's tile, correct and bonus of ``rows [BLOCK_ROWS]``, of which ``row_live`` exist.
+
+    reporting: rows whose verify_len, outside 1..WIDTH, is a fault.
+    """
+    target = tl.load(
+        target_ptr + rows[:, None] * target_stride_row + columns[None, :] * target_stride_column,
+        mask=row_live[:, None] & (columns < WIDTH)[None, :],
+        other=0,
+    ).to(tl.int64)
+    candidates = tl.load(
+        candidates_ptr + rows[:, None] * candidates_stride_row + (columns + 1)[None, :] * candidates_stride_column,
+        mask=row_live[:, None] & (columns < WIDTH - 1)[None, :],
+        other=0,
+    ).to(tl.int64)
+    # The last column has no candidate: it gives WIDTH - 1 whether it matches the padding or not, so that is the most.
+    correct = tl.min(tl.where(candidates != target, columns[None, :], WIDTH - 1), axis=1)
+    if HAS_VERIFY_LENS:
+        lens = tl.load(verify_lens_ptr + rows * verify_lens_stride, mask=row_live, other=1).to(tl.int64)
+        out_of_range = reporting & ((lens < 1) | (lens > WIDTH))
+        fault_bits = tl.full([BLOCK_ROWS], FAULT_MASK, tl.int64)
+        tl.atomic_or(fault_ptr + tl.zeros([BLOCK_ROWS], tl.int64), fault_bits, mask=out_of_range, sem="relaxed")
+        correct = tl.minimum(correct, tl.minimum(tl.maximum(lens, 1), WIDTH) - 1)
+    # Picked from the tile, so that target_predict is read once.
+    bonus = tl.sum(tl.where(columns[None, :] == correct[:, None], target, 0), axis=1)
+    return target, correct, bonus
 
 
 @triton.jit
@@ -49,26 +96,25 @@ def accept_kernel(
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS).to(tl.int64)
     row_live = rows < batch
     columns = tl.arange(0, BLOCK_WIDTH).to(tl.int64)
-    target = tl.load(
-        target_ptr + rows[:, None] * target_stride_row + columns[None, :] * target_stride_column,
-        mask=row_live[:, None] & (columns < WIDTH)[None, :],
-        other=0,
-    ).to(tl.int64)
-    candidates = tl.load(
-        candidates_ptr + rows[:, None] * candidates_stride_row + (columns + 1)[None, :] * candidates_stride_column,
-        mask=row_live[:, None] & (columns < WIDTH - 1)[None, :],
-        other=0,
-    ).to(tl.int64)
-    # The last column has no candidate: it gives WIDTH - 1 whether it matches the padding or not, so that is the most.
-    correct = tl.min(tl.where(candidates != target, columns[None, :], WIDTH - 1), axis=1)
-    if HAS_VERIFY_LENS:
-        lens = tl.load(verify_lens_ptr + rows * verify_lens_stride, mask=row_live, other=1).to(tl.int64)
-        out_of_range = row_live & ((lens < 1) | (lens > WIDTH))
-        fault_bits = tl.full([BLOCK_ROWS], FAULT_MASK, tl.int64)
-        tl.atomic_or(fault_ptr + tl.zeros([BLOCK_ROWS], tl.int64), fault_bits, mask=out_of_range, sem="relaxed")
-        correct = tl.minimum(correct, tl.minimum(tl.maximum(lens, 1), WIDTH) - 1)
-    # Picked from the tile, so that target_predict is read once.
-    bonus = tl.sum(tl.where(columns[None, :] == correct[:, None], target, 0), axis=1)
+    _target, correct, bonus = accept_window(
+        candidates_ptr,
+        target_ptr,
+        verify_lens_ptr,
+        fault_ptr,
+        rows,
+        row_live,
+        row_live,
+        columns,
+        candidates_stride_row,
+        candidates_stride_column,
+        target_stride_row,
+        target_stride_column,
+        verify_lens_stride,
+        WIDTH,
+        BLOCK_ROWS,
+        HAS_VERIFY_LENS,
+        FAULT_MASK,
+    )
     tl.store(correct_ptr + rows, correct.to(tl.int32), mask=row_live)
     tl.store(bonus_ptr + rows, bonus, mask=row_live)
 
@@ -80,12 +126,12 @@ def accept_fused(
     batch, width = candidates.shape
     correct = torch.empty(batch, dtype=torch.int32, device=candidates.device)
     bonus = torch.empty(batch, dtype=torch.int64, device=candidates.device)
-    block_width = triton.next_power_of_2(width)
+    block_width = power_of_two(width)
     tile = tile_elements(GPU_TILE, INTERPRETER_TILE)
-    block_rows = max(1, min(tile // block_width, triton.next_power_of_2(batch)))
+    block_rows = max(1, min(tile // block_width, power_of_two(batch)))
     fault_word = faults.word(candidates.device)
     with launching(candidates.device):
-        accept_kernel[(triton.cdiv(batch, block_rows),)](
+        accept_kernel[(blocks(batch, block_rows),)](
             candidates,
             target_predict,
             verify_lens,

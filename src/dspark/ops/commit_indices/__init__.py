@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+from functools import cache
+from types import ModuleType
+
 import torch
 
 from dspark import dispatch, faults, machine
 from dspark.ops import arguments
 from dspark.ops.commit_indices.checks import OP, Facts
 from dspark.ops.commit_indices.eager import commit_indices_eager
+from dspark.ops.plans import Plan, Plans
 
 MAX_INTERVAL = 1 << 62
 """The sum of a remainder and an accepted length stays below 2^63."""
+
+_plans: Plans[Plan] = Plans()
+
+
+def require_interval(interval: int) -> None:
+    """``mamba_track_interval`` must be an int from 1 to ``MAX_INTERVAL``."""
+    arguments.require_int("mamba_track_interval", interval, 1)
+    if interval > MAX_INTERVAL:
+        raise ValueError(f"mamba_track_interval: got {interval}, need at most {MAX_INTERVAL}")
 
 
 def fused_commit_track_indices(
@@ -39,6 +53,51 @@ def fused_commit_track_indices(
     ``commit_indices/accept-len-out-of-range``) and a negative length of a row that accepts something
     (``commit_indices/seq-len-negative``) give -1 in both outputs.
     """
+    call = (accept_index, accept_lens, seq_lens, draft_token_num, mamba_track_interval)
+    key = _key(*call)
+    plan = _plans.find(key) or _plans.keep(key, _validated(*call))
+    taken = dispatch.take(plan.decision, path)
+    compute = _kernel().commit_indices_fused if taken is dispatch.Path.FUSED else commit_indices_eager
+    interval = 1 if seq_lens is None else mamba_track_interval
+    result: tuple[torch.Tensor, torch.Tensor | None]
+    result = compute(accept_index, accept_lens, seq_lens, draft_token_num, interval)
+    faults.finish(accept_index.device)
+    return result
+
+
+@cache
+def _kernel() -> ModuleType:
+    from dspark.ops.commit_indices import kernel
+
+    return kernel
+
+
+def _key(
+    accept_index: torch.Tensor,
+    accept_lens: torch.Tensor,
+    seq_lens: torch.Tensor | None,
+    draft_token_num: int,
+    mamba_track_interval: int,
+) -> Hashable:
+    """All that :func:`_validated` reads; None for what cannot be read."""
+    try:
+        return (
+            (type(accept_index), accept_index.shape, accept_index.dtype, accept_index.device),
+            (type(accept_lens), accept_lens.shape, accept_lens.dtype, accept_lens.device),
+            None if seq_lens is None else (type(seq_lens), seq_lens.shape, seq_lens.dtype, seq_lens.device),
+            (draft_token_num, type(draft_token_num), mamba_track_interval, type(mamba_track_interval)),
+        )
+    except Exception:
+        return None
+
+
+def _validated(
+    accept_index: torch.Tensor,
+    accept_lens: torch.Tensor,
+    seq_lens: torch.Tensor | None,
+    draft_token_num: int,
+    mamba_track_interval: int,
+) -> Plan:
     arguments.require_rank("accept_index", accept_index, 2)
     batch, depth = accept_index.shape
     arguments.require_shape("accept_lens", accept_lens, (batch,), "[B] of accept_index")
@@ -46,20 +105,10 @@ def fused_commit_track_indices(
     if seq_lens is not None:
         arguments.require_shape("seq_lens", seq_lens, (batch,), "[B] of accept_index")
         tensors["seq_lens"] = seq_lens
-        arguments.require_int("mamba_track_interval", mamba_track_interval, 1)
-        if mamba_track_interval > MAX_INTERVAL:
-            raise ValueError(f"mamba_track_interval: got {mamba_track_interval}, need at most {MAX_INTERVAL}")
+        require_interval(mamba_track_interval)
     for name, tensor in tensors.items():
         arguments.require_dtype(name, tensor, arguments.INDEX_DTYPES)
     arguments.require_one_device(**tensors)
     arguments.require_int("draft_token_num", draft_token_num, 1)
-
-    call = Facts(machine.facts(), accept_index.device.type, depth)
-    if dispatch.choose(OP, call, path) is dispatch.Path.FUSED:
-        from dspark.ops.commit_indices.kernel import commit_indices_fused as compute
-    else:
-        compute = commit_indices_eager
-    interval = 1 if seq_lens is None else mamba_track_interval
-    result = compute(accept_index, accept_lens, seq_lens, draft_token_num, interval)
-    faults.finish(accept_index.device)
-    return result
+    facts = Facts(machine.facts(), accept_index.device.type, depth)
+    return Plan(facts.machine, dispatch.decide(OP, facts))

@@ -37,8 +37,17 @@ def commit_indices_eager(
     last = step_at(accepted - 1, live)
     if seq_lens is None:
         return last, None
-    # Remainders of lengths that are not negative; a sum of two lengths could pass 2^63.
-    past_boundary = seq_lens.to(torch.int64).masked_fill(~live, 0) % interval
+    entry = completing_entry(seq_lens.to(torch.int64).masked_fill(~live, 0), accepted, interval)
+    return last, step_at(entry, live & (entry >= 0))
+
+
+def completing_entry(pre: torch.Tensor, accepted: torch.Tensor, interval: int) -> torch.Tensor:
+    """Which of ``accepted`` tokens after ``pre`` completes the last multiple of ``interval``, -1 where none does.
+
+    pre, accepted: ``[B]`` int64, not negative.
+    """
+    # Remainders of numbers that are not negative; a sum of two lengths could pass 2^63.
+    past_boundary = pre % interval
     crossed = past_boundary + accepted >= interval
     left_over = (past_boundary + accepted) % interval
-    return last, step_at(accepted - left_over - 1, live & crossed)
+    return (accepted - left_over - 1).masked_fill(~crossed, -1)

@@ -21,11 +21,22 @@ import triton.language as tl
 from dspark import faults
 from dspark.ops.commit_indices.checks import ACCEPT_LEN_FAULT, SEQ_LEN_FAULT
 from dspark.ops.index_math.kernel import nonnegative_quotient
-from dspark.ops.launch import launching, tile_elements
+from dspark.ops.launch import blocks, launching, power_of_two, tile_elements
 
 # Elements per program. The interpreter pays per program, the GPU wants a block per multiprocessor.
 GPU_TILE = 1024
 INTERPRETER_TILE = 1 << 16
+
+
+@triton.jit
+def completing_entry(pre, accepted, interval):
+    """Which of ``accepted`` tokens after ``pre`` completes the last multiple of ``interval``, -1 where none does.
+
+    pre, accepted: int64, not negative.
+    """
+    reached = pre - nonnegative_quotient(pre, interval) * interval + accepted
+    left_over = reached - nonnegative_quotient(reached, interval) * interval
+    return tl.where(reached >= interval, accepted - left_over - 1, -1)
 
 
 @triton.jit
@@ -77,11 +88,9 @@ def commit_indices_kernel(
     last = tl.sum(tl.where(entries[None, :] == (accepted - 1)[:, None], steps, 0), axis=1)
     tl.store(last_ptr + rows, tl.where(live, last, -1), mask=in_batch)
     if HAS_SEQ_LENS:
-        pre = tl.where(live, pre, 0)
-        reached = pre - nonnegative_quotient(pre, interval) * interval + accepted
-        left_over = reached - nonnegative_quotient(reached, interval) * interval
-        track = tl.sum(tl.where(entries[None, :] == (accepted - left_over - 1)[:, None], steps, 0), axis=1)
-        tl.store(track_ptr + rows, tl.where(live & (reached >= interval), track, -1), mask=in_batch)
+        entry = completing_entry(tl.where(live, pre, 0), accepted, interval)
+        track = tl.sum(tl.where(entries[None, :] == entry[:, None], steps, 0), axis=1)
+        tl.store(track_ptr + rows, tl.where(live & (entry >= 0), track, -1), mask=in_batch)
 
 
 def commit_indices_fused(
@@ -97,12 +106,12 @@ def commit_indices_fused(
     track = None if seq_lens is None else torch.empty(batch, dtype=torch.int64, device=accept_index.device)
     if batch == 0:
         return last, track
-    block_depth = triton.next_power_of_2(max(depth, 1))
+    block_depth = power_of_two(max(depth, 1))
     tile = tile_elements(GPU_TILE, INTERPRETER_TILE)
-    block_rows = max(1, min(tile // block_depth, triton.next_power_of_2(batch)))
+    block_rows = max(1, min(tile // block_depth, power_of_two(batch)))
     fault_word = faults.word(accept_index.device)
     with launching(accept_index.device):
-        commit_indices_kernel[(triton.cdiv(batch, block_rows),)](
+        commit_indices_kernel[(blocks(batch, block_rows),)](
             accept_index,
             accept_lens,
             seq_lens,

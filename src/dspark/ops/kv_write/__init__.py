@@ -2,13 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
+
 import torch
 
 from dspark import dispatch, faults, machine
 from dspark.ops import arguments
 from dspark.ops.kv_write.checks import OP, Facts
 from dspark.ops.kv_write.eager import RowRules, kv_write_eager
+from dspark.ops.plans import Plan, Plans, requires_grad
 from dspark.ops.pool_table import KVPoolTable
+
+
+@dataclass(slots=True)
+class WritePlan(Plan):
+    """eps: in fp32. pool_rows: S, or None where there is no bound. empty: there is nothing to write.
+
+    pools: the pointer table of the pools' addresses, which are part of the key; None until a fused call needs it, since
+    it is not built for the eager path, nor during a CUDA graph capture. aligned_bytes: what divides them, found then.
+    """
+
+    eps: float
+    pool_rows: int | None
+    empty: bool
+    pools: torch.Tensor | None = None
+    aligned_bytes: int = 0
+
+
+_plans: Plans[WritePlan] = Plans()
 
 
 def fused_kv_norm_rope_write(
@@ -53,6 +77,114 @@ def fused_kv_norm_rope_write(
     Raises ``ValueError``, before anything is written, for shapes, dtypes and devices that no path can compute, and
     :class:`dspark.dispatch.FallbackError` when pools by pointer would need the eager path.
     """
+    tensors = (kv, meta, k_norm_weights, cos_sin_cache, positions, locs, commit_lens)
+    call = (*tensors, num_layers, kv_size, head_dim, eps, locs_row_width, rotary_dim, pool_rows, reserved_rows)
+    key = _key(*call)
+    plan = _plans.find(key) or _plans.keep(key, validated(*call))
+    write(plan, *tensors, locs_row_width, kv_size, head_dim, is_neox_style, reserved_rows, path)
+
+
+def write(
+    plan: WritePlan,
+    kv: torch.Tensor,
+    meta: KVPoolTable | torch.Tensor,
+    k_norm_weights: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    positions: torch.Tensor,
+    locs: torch.Tensor,
+    commit_lens: torch.Tensor | None,
+    locs_row_width: int | None,
+    kv_size: int,
+    head_dim: int,
+    is_neox_style: bool,
+    reserved_rows: int,
+    path: str | None,
+) -> None:
+    """Decide and call; ``plan`` is that of the arguments."""
+    taken = dispatch.take(plan.decision, path)
+    if plan.empty:
+        return
+    table_rows = cos_sin_cache.shape[0]
+    rules = RowRules(locs, positions, commit_lens, locs_row_width, plan.pool_rows, reserved_rows, table_rows)
+    if faults.debugging():
+        rules.report_duplicates()
+    shape = (kv_size, head_dim, plan.eps, is_neox_style)
+    if taken is dispatch.Path.FUSED:
+        if isinstance(meta, KVPoolTable):
+            if plan.pools is None:
+                plan.pools, plan.aligned_bytes = meta.pointer_table(kv.device), meta.aligned_bytes()
+            pools, valid, aligned = plan.pools, meta.valid, plan.aligned_bytes
+        else:
+            # What it points at is not known here, so nothing but an element's own alignment is promised.
+            pools, valid, aligned = meta, None, kv.element_size()
+        _kernel().kv_write_fused(kv, pools, k_norm_weights, cos_sin_cache, rules, *shape, valid, aligned)
+    else:
+        assert isinstance(meta, KVPoolTable)  # the check pools-by-pointer refuses the other
+        kv_write_eager(kv, meta, k_norm_weights, cos_sin_cache, rules, *shape)
+    faults.finish(kv.device)
+
+
+@cache
+def _kernel() -> ModuleType:
+    from dspark.ops.kv_write import kernel
+
+    return kernel
+
+
+def _key(
+    kv: torch.Tensor,
+    meta: KVPoolTable | torch.Tensor,
+    weights: torch.Tensor,
+    table: torch.Tensor,
+    positions: torch.Tensor,
+    locs: torch.Tensor,
+    lens: torch.Tensor | None,
+    *numbers: float | None,
+) -> Hashable:
+    """All that :func:`validated` reads, and the pools' addresses; None for what cannot be read, or loses a gradient."""
+    try:
+        if torch.is_grad_enabled() and requires_grad(kv, weights, table, positions, locs, lens, *_pool_tensors(meta)):
+            return None
+        return (
+            (type(kv), kv.shape, kv.stride(), kv.dtype, kv.device),
+            _pool_key(meta),
+            (type(weights), weights.shape, weights.dtype, weights.device),
+            (type(table), table.shape, table.stride(), table.dtype, table.device),
+            (type(positions), positions.shape, positions.dtype, positions.device),
+            (type(locs), locs.shape, locs.dtype, locs.device),
+            None if lens is None else (type(lens), lens.shape, lens.dtype, lens.device),
+            numbers,
+            tuple(map(type, numbers)),
+        )
+    except Exception:
+        return None
+
+
+def _pool_key(meta: KVPoolTable | torch.Tensor) -> Hashable:
+    if not isinstance(meta, KVPoolTable):
+        return type(meta), meta.shape, meta.stride(), meta.dtype, meta.device
+    first = meta.keys[0]  # without layers there is nothing to write, and no key
+    return first.shape, first.device, meta.layout()
+
+
+def validated(
+    kv: torch.Tensor,
+    meta: KVPoolTable | torch.Tensor,
+    k_norm_weights: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    positions: torch.Tensor,
+    locs: torch.Tensor,
+    commit_lens: torch.Tensor | None,
+    num_layers: int,
+    kv_size: int,
+    head_dim: int,
+    eps: float,
+    locs_row_width: int | None,
+    rotary_dim: int | None,
+    pool_rows: int | None,
+    reserved_rows: int,
+) -> WritePlan:
+    """The plan of a call; ``ValueError`` as in :func:`fused_kv_norm_rope_write`."""
     rotary_dim = _require_sizes(num_layers, kv_size, head_dim, rotary_dim)
     tokens = _require_kv(kv, num_layers, kv_size)
     for name, index in (("positions", positions), ("locs", locs)):
@@ -77,10 +209,9 @@ def fused_kv_norm_rope_write(
     }
     named = {"meta": meta} if isinstance(meta, torch.Tensor) else {"meta": meta.keys[0]} if meta.keys else {}
     arguments.require_one_device(**tensors, **named)
-    arguments.require_no_grad(**tensors, **_pool_tensors(meta))
-
-    rules = RowRules(locs, positions, commit_lens, locs_row_width, pool_rows, reserved_rows, cos_sin_cache.shape[0])
-    call = Facts(
+    pools = {f"meta[{index}]": tensor for index, tensor in enumerate(_pool_tensors(meta))}
+    arguments.require_no_grad(**tensors, **pools)
+    facts = Facts(
         machine=machine.facts(),
         device_type=kv.device.type,
         kv_dtype=kv.dtype,
@@ -93,25 +224,8 @@ def fused_kv_norm_rope_write(
         pool_inner_strides=() if isinstance(meta, torch.Tensor) else meta.inner_strides,
         pools_by_pointer=isinstance(meta, torch.Tensor),
     )
-    taken = dispatch.choose(OP, call, path)
-    if tokens == 0 or num_layers == 0 or kv_size == 0:
-        return
-    if faults.debugging():
-        rules.report_duplicates()
-    shape = (kv_size, head_dim, eps, is_neox_style)
-    if taken is dispatch.Path.FUSED:
-        from dspark.ops.kv_write.kernel import kv_write_fused
-
-        if isinstance(meta, torch.Tensor):
-            # What it points at is not known here, so nothing but an element's own alignment is promised.
-            pools, valid, aligned = meta, None, kv.element_size()
-        else:
-            pools, valid, aligned = meta.pointer_table(kv.device), meta.valid, meta.aligned_bytes()
-        kv_write_fused(kv, pools, k_norm_weights, cos_sin_cache, rules, *shape, valid, aligned)
-    else:
-        assert isinstance(meta, KVPoolTable)  # the check pools-by-pointer refuses the other
-        kv_write_eager(kv, meta, k_norm_weights, cos_sin_cache, rules, *shape)
-    faults.finish(kv.device)
+    empty = tokens == 0 or num_layers == 0 or kv_size == 0
+    return WritePlan(facts.machine, dispatch.decide(OP, facts), eps, pool_rows, empty)
 
 
 def _require_sizes(num_layers: int, kv_size: int, head_dim: int, rotary_dim: int | None) -> int:
@@ -170,7 +284,5 @@ def _require_pools(
     return meta.rows
 
 
-def _pool_tensors(meta: KVPoolTable | torch.Tensor) -> dict[str, torch.Tensor]:
-    if isinstance(meta, torch.Tensor):
-        return {}
-    return {f"meta[{index}]": tensor for index, tensor in enumerate(meta.keys + meta.values)}
+def _pool_tensors(meta: KVPoolTable | torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return meta.keys + meta.values if isinstance(meta, KVPoolTable) else ()

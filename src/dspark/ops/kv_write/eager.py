@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -12,8 +12,7 @@ from dspark.ops.norm_rope.eager import norm_heads, rotate_heads
 from dspark.ops.pool_table import KVPoolTable
 
 
-@dataclass(frozen=True)
-class RowRules:
+class RowRules(NamedTuple):
     """Which rows of a window are written: ``locs [T]``, ``positions [T]``, and the limits of pool and table.
 
     commit_lens: ``[B]`` with ``row_width`` W, T = B * W, or None. pool_rows: S, or None for no upper bound.

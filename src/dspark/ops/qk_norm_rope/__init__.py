@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
+
 import torch
 
 from dspark import dispatch, faults, machine
 from dspark.ops import arguments
+from dspark.ops.plans import Plan, Plans, requires_grad
 from dspark.ops.qk_norm_rope.checks import OP, Facts
 from dspark.ops.qk_norm_rope.eager import qk_norm_rope_eager
+
+
+@dataclass(slots=True)
+class _Plan(Plan):
+    """q_eps, k_eps: in fp32. rotary_dim: R. empty: there is no Q or K head of any row."""
+
+    q_eps: float
+    k_eps: float
+    rotary_dim: int
+    empty: bool
+
+
+_plans: Plans[_Plan] = Plans()
 
 
 def table_qk_norm_rope_(
@@ -39,6 +58,63 @@ def table_qk_norm_rope_(
     Raises ``ValueError``, before anything is written, for shapes, dtypes and devices that no path can compute. A
     position outside 0..P-1 leaves its row as it is and sets the fault ``qk_norm_rope/position-out-of-range``.
     """
+    tensors = (qkv, positions, q_weight, k_weight, cos_sin_cache)
+    call = (*tensors, num_q_heads, num_k_heads, head_dim, eps, k_eps, rotary_dim)
+    key = _key(*call)
+    plan = _plans.find(key) or _plans.keep(key, _validated(*call))
+    taken = dispatch.take(plan.decision, path)
+    if plan.empty:
+        return
+    compute = _kernel().qk_norm_rope_fused if taken is dispatch.Path.FUSED else qk_norm_rope_eager
+    compute(*tensors, num_q_heads, num_k_heads, head_dim, plan.q_eps, plan.k_eps, plan.rotary_dim, is_neox_style)
+    faults.finish(qkv.device)
+
+
+@cache
+def _kernel() -> ModuleType:
+    from dspark.ops.qk_norm_rope import kernel
+
+    return kernel
+
+
+def _key(
+    qkv: torch.Tensor,
+    positions: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    table: torch.Tensor,
+    *numbers: float | None,
+) -> Hashable:
+    """All that :func:`_validated` reads; None for what cannot be read, or would lose a gradient."""
+    try:
+        if torch.is_grad_enabled() and requires_grad(qkv, positions, q_weight, k_weight, table):
+            return None
+        return (
+            (type(qkv), qkv.shape, qkv.stride(), qkv.dtype, qkv.device),
+            (type(positions), positions.shape, positions.dtype, positions.device),
+            (type(q_weight), q_weight.shape, q_weight.dtype, q_weight.device),
+            (type(k_weight), k_weight.shape, k_weight.dtype, k_weight.device),
+            (type(table), table.shape, table.stride(), table.dtype, table.device),
+            numbers,
+            tuple(map(type, numbers)),
+        )
+    except Exception:
+        return None
+
+
+def _validated(
+    qkv: torch.Tensor,
+    positions: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    num_q_heads: int,
+    num_k_heads: int,
+    head_dim: int,
+    eps: float,
+    k_eps: float | None,
+    rotary_dim: int | None,
+) -> _Plan:
     for name, count, low in (
         ("num_q_heads", num_q_heads, 0),
         ("num_k_heads", num_k_heads, 0),
@@ -71,8 +147,7 @@ def table_qk_norm_rope_(
     }
     arguments.require_one_device(**tensors)
     arguments.require_no_grad(**tensors)
-
-    call = Facts(
+    facts = Facts(
         machine=machine.facts(),
         device_type=qkv.device.type,
         qkv_dtype=qkv.dtype,
@@ -83,25 +158,5 @@ def table_qk_norm_rope_(
         table_column_stride=cos_sin_cache.stride(1),
         head_dim=head_dim,
     )
-    taken = dispatch.choose(OP, call, path)
-    if qkv.shape[0] == 0 or num_q_heads + num_k_heads == 0:
-        return
-    if taken is dispatch.Path.FUSED:
-        from dspark.ops.qk_norm_rope.kernel import qk_norm_rope_fused as compute
-    else:
-        compute = qk_norm_rope_eager
-    compute(
-        qkv,
-        positions,
-        q_weight,
-        k_weight,
-        cos_sin_cache,
-        num_q_heads,
-        num_k_heads,
-        head_dim,
-        q_eps,
-        k_eps,
-        rotary_dim,
-        is_neox_style,
-    )
-    faults.finish(qkv.device)
+    empty = qkv.shape[0] == 0 or num_q_heads + num_k_heads == 0
+    return _Plan(facts.machine, dispatch.decide(OP, facts), q_eps, k_eps, rotary_dim, empty)

@@ -12,12 +12,12 @@ import triton
 import triton.language as tl
 
 from dspark import faults
-from dspark.ops.launch import Tile, launching, tile_for
-from dspark.ops.norm_rope.kernel import norm_rotate_heads
+from dspark.ops.launch import Tile, blocks, launching, power_of_two, tile_for
+from dspark.ops.norm_rope.kernel import norm_rotate_heads, report
 from dspark.ops.qk_norm_rope.checks import POSITION_FAULT
 
-# Of 38 tried on an H200 (64+16 heads of 64, 32+8 of 128): within 5 % of the best from 8 to 16,384 rows.
-GPU_TILES = (Tile(256, 1024, 8, 4), Tile(float("inf"), 2048, 16, 4))
+# Of 45 tried on an H200 (64+16 heads of 64, 32+8 of 128): within 8 % of the best from 8 to 16,384 rows.
+GPU_TILES = (Tile(64, 1024, 8, 4), Tile(float("inf"), 2048, 16, 4, streamed=True))
 INTERPRETER_TILE = 1 << 19
 FP_CONTRACTION = False
 
@@ -49,6 +49,7 @@ def qk_norm_rope_kernel(
     BLOCK_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     BLOCK_PASSED: tl.constexpr,
+    STREAMED: tl.constexpr,
     FAULT_MASK: tl.constexpr,
 ):
     rows = tl.program_id(0).to(tl.int64) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS).to(tl.int64)
@@ -56,10 +57,9 @@ def qk_norm_rope_kernel(
     positions = tl.load(positions_ptr + rows * positions_stride, mask=row_in_batch, other=0).to(tl.int64)
     in_table = (positions >= 0) & (positions < table_rows)
     row_live = row_in_batch & in_table
-    if tl.program_id(1) == 0:
-        fault_bits = tl.full([BLOCK_TOKENS], FAULT_MASK, tl.int64)
-        faulty = row_in_batch & (in_table == 0)
-        tl.atomic_or(fault_ptr + tl.zeros([BLOCK_TOKENS], tl.int64), fault_bits, mask=faulty, sem="relaxed")
+    fault_bits = tl.where(row_in_batch & (in_table == 0), FAULT_MASK, 0).to(tl.int64)
+    if STREAMED:
+        report(fault_ptr, fault_bits, tl.program_id(1) == 0)
 
     # Head blocks do not straddle the boundary between Q and K, so weight and eps are one per program.
     q_blocks = (NUM_Q + BLOCK_HEADS - 1) // BLOCK_HEADS
@@ -81,6 +81,7 @@ def qk_norm_rope_kernel(
             head_ptr,
             head_ptr,
             table_row,
+            row_in_batch,
             row_live,
             head_live,
             k_weight_ptr,
@@ -92,12 +93,14 @@ def qk_norm_rope_kernel(
             NEOX,
             BLOCK_HALF,
             BLOCK_PASSED,
+            STREAMED,
         )
     else:
         norm_rotate_heads(
             head_ptr,
             head_ptr,
             table_row,
+            row_in_batch,
             row_live,
             head_live,
             q_weight_ptr,
@@ -109,7 +112,10 @@ def qk_norm_rope_kernel(
             NEOX,
             BLOCK_HALF,
             BLOCK_PASSED,
+            STREAMED,
         )
+    if not STREAMED:
+        report(fault_ptr, fault_bits, tl.program_id(1) == 0)
 
 
 def qk_norm_rope_fused(
@@ -129,14 +135,14 @@ def qk_norm_rope_fused(
     """See :func:`dspark.ops.table_qk_norm_rope_`; arguments are validated, eligible and not empty."""
     tokens = qkv.shape[0]
     half, passed = rotary_dim // 2, head_dim - rotary_dim
-    widest = triton.next_power_of_2(max(num_q_heads, num_k_heads))
+    widest = power_of_two(max(num_q_heads, num_k_heads))
     tile = tile_for(tokens, GPU_TILES, INTERPRETER_TILE)
     block_heads = min(widest, tile.heads)
-    block_tokens = tile.elements // (block_heads * triton.next_power_of_2(head_dim))
-    block_tokens = max(1, min(block_tokens, triton.next_power_of_2(tokens)))
+    block_tokens = tile.elements // (block_heads * power_of_two(head_dim))
+    block_tokens = max(1, min(block_tokens, power_of_two(tokens)))
     grid = (
-        triton.cdiv(tokens, block_tokens),
-        triton.cdiv(num_q_heads, block_heads) + triton.cdiv(num_k_heads, block_heads),
+        blocks(tokens, block_tokens),
+        blocks(num_q_heads, block_heads) + blocks(num_k_heads, block_heads),
     )
     fault_word = faults.word(qkv.device)
     with launching(qkv.device):
@@ -164,8 +170,9 @@ def qk_norm_rope_fused(
             NEOX=is_neox_style,
             BLOCK_TOKENS=block_tokens,
             BLOCK_HEADS=block_heads,
-            BLOCK_HALF=triton.next_power_of_2(half),
-            BLOCK_PASSED=triton.next_power_of_2(max(passed, 1)),
+            BLOCK_HALF=power_of_two(half),
+            BLOCK_PASSED=power_of_two(max(passed, 1)),
+            STREAMED=tile.streamed,
             FAULT_MASK=POSITION_FAULT,
             num_warps=tile.warps,
             enable_fp_fusion=FP_CONTRACTION,

@@ -6,15 +6,28 @@ verify step commits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from dspark import dispatch, faults, machine
 from dspark.ops import arguments
+from dspark.ops.plans import Plan, Plans, requires_grad
 from dspark.ops.state_scatter.checks import OP, Pair, RowSet, facts_of
 from dspark.ops.state_scatter.eager import report_duplicates, state_scatter_eager
+
+_COMMIT = ("dst_indices_raw", "step_indices_raw")
+_TRACK = ("dst_indices2_raw", "step_indices2_raw")
+_OF_CACHES = (
+    "state_indices_tensor",
+    "last_correct_step_indices",
+    "mamba_track_indices",
+    "mamba_steps_to_track",
+)
 
 
 class MambaCaches(Protocol):
@@ -54,9 +67,8 @@ def fused_mamba_state_scatter_with_mask(
 
     Raises ``ValueError``, before anything is written, for shapes, dtypes and devices that no path can compute.
     """
-    pair = _pair(dst, src, "dst", "src")
-    commit = {"dst_indices_raw": dst_indices_raw, "step_indices_raw": step_indices_raw}
-    _scatter((pair,), commit, path, sources=src_indices_raw)
+    pairs = (Pair(dst, src, "dst", "src"),)
+    _scatter(pairs, _Indices(dst_indices_raw, step_indices_raw, src_indices_raw), _COMMIT, path)
 
 
 def fused_conv_window_scatter_with_mask(
@@ -74,9 +86,8 @@ def fused_conv_window_scatter_with_mask(
     dense, or an overlapping view of rows of W+K-2 tokens. Everything else, the ``path:`` argument, skips, faults and
     ``ValueError`` included, as in :func:`fused_mamba_state_scatter_with_mask`.
     """
-    pair = _window_pair(dst, src, "dst", "src")
-    commit = {"dst_indices_raw": dst_indices_raw, "step_indices_raw": step_indices_raw}
-    _scatter((pair,), commit, path, sources=src_indices_raw)
+    pairs = (Pair(dst, src, "dst", "src", window=True),)
+    _scatter(pairs, _Indices(dst_indices_raw, step_indices_raw, src_indices_raw), _COMMIT, path)
 
 
 def fused_conv_window_scatter_multi(
@@ -99,14 +110,16 @@ def fused_conv_window_scatter_multi(
     The result is that of the commit set followed by the track set: where both write a slot, track wins. Skips, faults
     and ``ValueError`` as in :func:`fused_mamba_state_scatter_with_mask`; a row is written in all types or in none.
     """
-    checked: list[Pair] = []
-    for index, item in enumerate(pairs):
-        if not isinstance(item, tuple | list) or len(item) != 2:
+    items: Sequence[Any] = pairs
+    given: list[Pair] = []
+    for index, item in enumerate(items):
+        if not isinstance(item, (tuple, list)) or len(item) != 2:
+            _require_pairs(given)
             raise ValueError(f"pairs[{index}]: got {item!r:.80}, need (dst, src)")
-        checked.append(_window_pair(*item, f"pairs[{index}][0]", f"pairs[{index}][1]"))
-    commit = {"dst_indices_raw": dst_indices_raw, "step_indices_raw": step_indices_raw}
-    track = {"dst_indices2_raw": dst_indices2_raw, "step_indices2_raw": step_indices2_raw}
-    _scatter(tuple(checked), commit, path, track=track)
+        dst, src = item
+        given.append(Pair(dst, src, *_names("pairs[{}][0]", "pairs[{}][1]", index), window=True))
+    indices = _Indices(dst_indices_raw, step_indices_raw, None, dst_indices2_raw, step_indices2_raw)
+    _scatter(tuple(given), indices, (*_COMMIT, *_TRACK), path)
 
 
 def scatter_mamba_states_after_mtp_verify(
@@ -130,23 +143,124 @@ def scatter_mamba_states_after_mtp_verify(
     """
     pairs: list[Pair] = []
     if mamba_caches.temporal.numel():
-        pairs.append(_pair(mamba_caches.temporal, mamba_caches.intermediate_ssm, "temporal", "intermediate_ssm"))
-    windows = mamba_caches.intermediate_conv_window
-    if len(mamba_caches.conv) != len(windows):
-        raise ValueError(
-            f"intermediate_conv_window: got {len(windows)} types, need {len(mamba_caches.conv)}, the types of conv"
+        states = (mamba_caches.temporal, mamba_caches.intermediate_ssm)
+        pairs.append(Pair(*states, "temporal", "intermediate_ssm"))
+    pools, windows = mamba_caches.conv, mamba_caches.intermediate_conv_window
+    if len(pools) != len(windows):
+        _require_pairs(pairs)
+        raise ValueError(f"intermediate_conv_window: got {len(windows)} types, need {len(pools)}, the types of conv")
+    for index, (dst, src) in enumerate(zip(pools, windows, strict=True)):
+        pairs.append(Pair(dst, src, *_names("conv[{}]", "intermediate_conv_window[{}]", index), window=True))
+    indices = _Indices(state_indices_tensor, last_correct_step_indices, None, mamba_track_indices, mamba_steps_to_track)
+    _scatter(tuple(pairs), indices, _OF_CACHES, path)
+
+
+class _Indices(NamedTuple):
+    """The index tensors of a call: the commit set with its sources, and the track set."""
+
+    slots: torch.Tensor
+    steps: torch.Tensor
+    sources: torch.Tensor | None
+    track_slots: torch.Tensor | None = None
+    track_steps: torch.Tensor | None = None
+
+    def sets(self) -> tuple[RowSet, ...]:
+        """The commit set, then the track set if there is one."""
+        commit = RowSet(self.slots, self.steps, self.sources)
+        if self.track_slots is None or self.track_steps is None:
+            return (commit,)
+        return commit, RowSet(self.track_slots, self.track_steps)
+
+
+@dataclass(slots=True)
+class _Plan(Plan):
+    """live: which pairs have elements; None for all of them. empty: there is nothing to write."""
+
+    live: tuple[int, ...] | None
+    empty: bool
+
+
+_plans: Plans[_Plan] = Plans()
+
+
+def _scatter(pairs: tuple[Pair, ...], indices: _Indices, names: tuple[str, ...], path: str | None) -> None:
+    """Validate, decide and call. names: of the arguments in ``indices``, those of the commit set first."""
+    key = _key(pairs, indices)
+    plan = _plans.find(key) or _plans.keep(key, _validated(pairs, indices, names))
+    taken = dispatch.take(plan.decision, path)
+    if not plan.empty:
+        if plan.live is not None:
+            pairs = tuple(pairs[index] for index in plan.live)
+        sets = indices.sets()
+        if faults.debugging():
+            for rows in sets:
+                report_duplicates(rows, pairs[0])
+        compute = _kernel().state_scatter_fused if taken is dispatch.Path.FUSED else state_scatter_eager
+        compute(pairs, sets)
+    faults.finish(indices.slots.device)
+
+
+@cache
+def _kernel() -> ModuleType:
+    from dspark.ops.state_scatter import kernel
+
+    return kernel
+
+
+def _key(pairs: tuple[Pair, ...], indices: _Indices) -> Hashable:
+    """All that :func:`_validated` reads; None for what cannot be read, or would lose a gradient."""
+    try:
+        if torch.is_grad_enabled() and any(requires_grad(pair.dst, pair.src) for pair in pairs):
+            return None
+        return (
+            *[
+                (
+                    (type(dst), dst.shape, dst.stride(), dst.dtype, dst.device, window),
+                    (type(src), src.shape, src.stride(), src.dtype, src.device),
+                )
+                for dst, src, _, _, window in pairs
+            ],
+            *[None if index is None else (type(index), index.shape, index.dtype, index.device) for index in indices],
         )
-    for index, (dst, src) in enumerate(zip(mamba_caches.conv, windows, strict=True)):
-        pairs.append(_window_pair(dst, src, f"conv[{index}]", f"intermediate_conv_window[{index}]"))
-    commit = {
-        "state_indices_tensor": state_indices_tensor,
-        "last_correct_step_indices": last_correct_step_indices,
-    }
-    track = {"mamba_track_indices": mamba_track_indices, "mamba_steps_to_track": mamba_steps_to_track}
-    _scatter(tuple(pairs), commit, path, track=track)
+    except Exception:
+        return None
 
 
-def _pair(dst: torch.Tensor, src: torch.Tensor, dst_name: str, src_name: str) -> Pair:
+def _validated(pairs: tuple[Pair, ...], indices: _Indices, names: tuple[str, ...]) -> _Plan:
+    _require_pairs(pairs)
+    commit = dict(zip(names[:2], (indices.slots, indices.steps), strict=True))
+    others: dict[str, torch.Tensor]
+    if indices.sources is not None:
+        others = {"src_indices_raw": indices.sources}
+    else:
+        others = _both_or_neither(dict(zip(names[2:], (indices.track_slots, indices.track_steps), strict=False)))
+    given = {**commit, **others}
+    _require_indices(given)
+    _require_one_pool(pairs)
+    tensors = {pair.dst_name: pair.dst for pair in pairs} | {pair.src_name: pair.src for pair in pairs}
+    arguments.require_one_device(**tensors, **given)
+    arguments.require_no_grad(**tensors)
+    live = tuple(index for index, pair in enumerate(pairs) if pair.elements)
+    device = indices.slots.device
+    facts = facts_of(machine.facts(), device, tuple(pairs[index] for index in live))
+    empty = not live or not indices.slots.numel()
+    every = len(live) == len(pairs)
+    return _Plan(facts.machine, dispatch.decide(OP, facts), None if every else live, empty)
+
+
+@cache
+def _names(dst: str, src: str, index: int) -> tuple[str, str]:
+    return dst.format(index), src.format(index)
+
+
+def _require_pairs(pairs: Sequence[Pair]) -> None:
+    for pair in pairs:
+        if pair.window:
+            arguments.require_rank(pair.dst_name, pair.dst, 4)
+        _require_pair(pair.dst, pair.src, pair.dst_name, pair.src_name)
+
+
+def _require_pair(dst: torch.Tensor, src: torch.Tensor, dst_name: str, src_name: str) -> None:
     """A destination and a source that belong together: ``[L, S, *st]`` and ``[L, Rq, W, *st]`` of one dtype."""
     arguments.require_tensor(dst_name, dst)
     if dst.dim() < 2:
@@ -156,13 +270,6 @@ def _pair(dst: torch.Tensor, src: torch.Tensor, dst_name: str, src_name: str) ->
     arguments.require_shape(src_name, src, need, f"[L, Rq, W, *st] with the layers and the entry of {dst_name}")
     arguments.require_dtype(src_name, src, (dst.dtype,))
     _require_apart(dst_name, dst)
-    return Pair(dst, src, dst_name, src_name)
-
-
-def _window_pair(dst: torch.Tensor, src: torch.Tensor, dst_name: str, src_name: str) -> Pair:
-    """A pair whose entries are conv windows: two dimensions, in either order."""
-    arguments.require_rank(dst_name, dst, 4)
-    return _pair(dst, src, dst_name, src_name)
 
 
 def _require_apart(name: str, tensor: torch.Tensor) -> None:
@@ -202,37 +309,3 @@ def _require_one_pool(pairs: tuple[Pair, ...]) -> None:
         ):
             if sizes != need:
                 raise ValueError(f"{name}: got {tuple(sizes)}, need {tuple(need)}, {meaning}")
-
-
-def _scatter(
-    pairs: tuple[Pair, ...],
-    commit: dict[str, torch.Tensor],
-    path: str | None,
-    *,
-    sources: torch.Tensor | None = None,
-    track: dict[str, torch.Tensor | None] | None = None,
-) -> None:
-    """Validate, decide and call. commit, track: slots and steps by argument name. sources: of the commit set."""
-    tracked = _both_or_neither(track or {})
-    indices = {**commit, **tracked} if sources is None else {**commit, "src_indices_raw": sources}
-    _require_indices(indices)
-    _require_one_pool(pairs)
-    tensors = {pair.dst_name: pair.dst for pair in pairs} | {pair.src_name: pair.src for pair in pairs}
-    arguments.require_one_device(**tensors, **indices)
-    arguments.require_no_grad(**tensors)
-
-    slots, steps = commit.values()
-    sets = (RowSet(slots, steps, sources), *([RowSet(*tracked.values())] if tracked else []))
-    device = slots.device
-    pairs = tuple(pair for pair in pairs if pair.elements)
-    taken = dispatch.choose(OP, facts_of(machine.facts(), device, pairs), path)
-    if pairs and slots.numel():
-        if faults.debugging():
-            for rows in sets:
-                report_duplicates(rows, pairs[0])
-        if taken is dispatch.Path.FUSED:
-            from dspark.ops.state_scatter.kernel import state_scatter_fused as compute
-        else:
-            compute = state_scatter_eager
-        compute(pairs, sets)
-    faults.finish(device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -16,14 +17,17 @@ from dspark.ops.machine_checks import MACHINE_CHECKS
 STATE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-@dataclass(frozen=True, eq=False)
-class Pair:
-    """A destination ``[L, S, *st]`` and the source ``[L, Rq, W, *st]`` of its entries, with their argument names."""
+class Pair(NamedTuple):
+    """A destination ``[L, S, *st]`` and the source ``[L, Rq, W, *st]`` of its entries, with their argument names.
+
+    window: entries are conv windows, of two dimensions.
+    """
 
     dst: torch.Tensor
     src: torch.Tensor
     dst_name: str
     src_name: str
+    window: bool = False
 
     @property
     def entry(self) -> tuple[int, ...]:
@@ -58,8 +62,7 @@ def joined_dimensions(sizes: tuple[int, ...], strides: tuple[int, ...]) -> tuple
     return tuple(joined)
 
 
-@dataclass(frozen=True, eq=False)
-class RowSet:
+class RowSet(NamedTuple):
     """Which rows are written where: slots, steps and (None: row i) source rows, each ``[N]`` int32 or int64."""
 
     slots: torch.Tensor

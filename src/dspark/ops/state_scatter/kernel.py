@@ -32,7 +32,7 @@ import triton.language as tl
 
 from dspark import faults, pointers
 from dspark.ops.index_math.kernel import nonnegative_quotient
-from dspark.ops.launch import WIDEST_ACCESS, launching, tile_elements
+from dspark.ops.launch import WIDEST_ACCESS, blocks, launching, power_of_two, tile_elements
 from dspark.ops.state_scatter.checks import SLOT_FAULT, SOURCE_FAULT, STEP_FAULT, Pair, RowSet
 
 # Bytes and warps of a program. The interpreter pays per program; on a GPU, many small ones hide each other's chain of
@@ -117,6 +117,9 @@ def state_scatter_kernel(
 ):
     row = nonnegative_quotient(tl.program_id(0), chunks)
     chunk = tl.program_id(0) - row * chunks
+    candidate = tl.arange(0, BLOCK_TYPES)
+    first_chunks = tl.load(table_ptr + candidate * TYPE_WORDS, mask=candidate < types, other=1 << 40).to(tl.int64)
+    type_ptr = table_ptr + (tl.sum((first_chunks <= chunk).to(tl.int32), axis=0) - 1) * TYPE_WORDS
     reports = (chunk == 0) & (tl.program_id(1) == 0)
     slot = tl.load(slots_ptr + row * slots_stride).to(tl.int64)
     step = tl.load(steps_ptr + row * steps_stride).to(tl.int64)
@@ -148,9 +151,6 @@ def state_scatter_kernel(
             commits = tl.max(overwritten, axis=0) == 0
 
     if commits | tracks:
-        candidate = tl.arange(0, BLOCK_TYPES)
-        first_chunks = tl.load(table_ptr + candidate * TYPE_WORDS, mask=candidate < types, other=1 << 40).to(tl.int64)
-        type_ptr = table_ptr + (tl.sum((first_chunks <= chunk).to(tl.int32), axis=0) - 1) * TYPE_WORDS
         word = (chunk - tl.load(type_ptr).to(tl.int64)) * BLOCK_WORDS + tl.arange(0, BLOCK_WORDS).to(tl.int64)
         layer = tl.program_id(1).to(tl.int64) * BLOCK_LAYERS + tl.arange(0, BLOCK_LAYERS).to(tl.int64)
         words = tl.multiple_of(tl.load(type_ptr + 1).to(tl.int64), ALIGNED_WORDS)
@@ -231,14 +231,14 @@ def _launch(walk: Walk, types: list[tuple[int, ...]], pair: Pair, commit: RowSet
     """One launch for ``types``; layers, slots, requests and width are those of ``pair``, as of every type."""
     rows, (layers, slots), (requests, width) = commit.slots.numel(), pair.dst.shape[:2], pair.src.shape[1:3]
     tile = tile_elements(GPU_WINDOW_TILE if walk.inner else GPU_TILE, INTERPRETER_TILE) // walk.word_bytes
-    block_words = min(tile, triton.next_power_of_2(max(words[0] for words in types)))
-    block_layers = min(tile // block_words, triton.next_power_of_2(layers))
-    counts = [triton.cdiv(words[0], block_words) for words in types]
+    block_words = min(tile, power_of_two(max(words[0] for words in types)))
+    block_layers = min(tile // block_words, power_of_two(layers))
+    counts = [blocks(words[0], block_words) for words in types]
     firsts = (sum(counts[:index]) for index in range(len(types)))
     table = pointers.table([(first, *words) for first, words in zip(firsts, types, strict=True)], commit.slots.device)
     fault_word = faults.word(commit.slots.device)
     with launching(commit.slots.device):
-        state_scatter_kernel[(rows * sum(counts), triton.cdiv(layers, block_layers))](
+        state_scatter_kernel[(rows * sum(counts), blocks(layers, block_layers))](
             table,
             commit.slots,
             commit.steps,
@@ -267,7 +267,7 @@ def _launch(walk: Walk, types: list[tuple[int, ...]], pair: Pair, commit: RowSet
             ALIGNED_BYTES=walk.aligned_bytes,
             BLOCK_LAYERS=block_layers,
             BLOCK_WORDS=block_words,
-            BLOCK_TYPES=triton.next_power_of_2(len(types)),
+            BLOCK_TYPES=power_of_two(len(types)),
             BLOCK_ROWS=tile_elements(GPU_ROWS, INTERPRETER_ROWS),
             SLOT_MASK=SLOT_FAULT,
             SOURCE_MASK=SOURCE_FAULT,
