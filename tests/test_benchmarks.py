@@ -21,7 +21,16 @@ import torch
 from benchmarks import __main__ as bench
 from benchmarks import judging, picture, report, runner, table, targets, timing, tune, without_gpu
 from benchmarks.case import Absent, Asked, Case, Contender, Inputs, Peer
-from benchmarks.ops import OPS, accept, commit_indices, kv_write, qk_norm_rope, state_scatter, write_target_hidden_kv
+from benchmarks.ops import (
+    OPS,
+    accept,
+    accept_commit,
+    commit_indices,
+    kv_write,
+    qk_norm_rope,
+    state_scatter,
+    write_target_hidden_kv,
+)
 from benchmarks.timing import Timing, copies_for, summarise
 from dspark import faults
 
@@ -33,6 +42,7 @@ TINY: dict[str, list[Case]] = {
     "state_scatter": state_scatter.cases((2,), state_scatter.SMALL),
     "accept": accept.cases((4,)),
     "commit_indices": commit_indices.cases((4,)),
+    "accept_commit": accept_commit.cases((4,)),
     "write_target_hidden_kv": write_target_hidden_kv.cases((3,), write_target_hidden_kv.SMALL),
 }
 BOTH = Asked(frozenset({"eager"}))
@@ -63,6 +73,8 @@ def inputs_of(case: Case) -> Inputs:
         (accept.cases((8,))[0], 8 * (7 * 8 + 8 * 8 + 4 + 8)),
         # Accept length int32, length, one node, two steps.
         (commit_indices.cases((8,))[0], 8 * (4 + 8 + 8 + 16)),
+        # Seven drafts, eight targets, a length; a count int32, five results int64.
+        (accept_commit.cases((8,))[0], 8 * (7 * 8 + 8 * 8 + 8 + 4 + 5 * 8)),
         # 10,240 weight rows of 6,144; hidden rows; five layers of 2 x 16 heads of 64 written; table, position, loc.
         (
             write_target_hidden_kv.cases((8,))[0],
@@ -90,7 +102,8 @@ def test_every_path_of_dspark_is_right_on_the_inputs_of_the_benchmark(case: Case
     inputs.reset()
     need = inputs.reference()
     judged = [one for one in inputs.contenders(BOTH) if isinstance(one, Contender) and one.judged]
-    assert [one.name for one in judged] == ["fused", "eager"]
+    between = ["separate"] if case.op == "accept_commit" else []
+    assert [one.name for one in judged] == ["fused", *between, "eager"]
     for contender in judged:
         assert len(contender.calls) == 2
         got = runner.result_of(inputs, contender)
@@ -120,8 +133,11 @@ def test_a_contender_that_does_nothing_is_wrong(case: Case) -> None:
     inputs = inputs_of(case)
     inputs.reset()
     need = inputs.reference()
-    returned = {"accept": (torch.zeros(4, dtype=torch.int32), torch.zeros(4, dtype=torch.int64))}
+    returned: dict[str, Any] = {"accept": (torch.zeros(4, dtype=torch.int32), torch.zeros(4, dtype=torch.int64))}
     returned["commit_indices"] = (torch.full((4,), -1), torch.full((4,), -1))
+    if case.op == "accept_commit":
+        blank = [torch.full((4,), -1, dtype=value.dtype) for value in need.values()]
+        returned["accept_commit"] = accept_commit.AcceptCommit(*blank)
     got = runner.result_of(inputs, Contender("idle", [lambda: returned.get(case.op)]))
     assert inputs.judge(got)
     assert inputs.compare(got, need)
@@ -201,6 +217,10 @@ def test_a_contender_that_cannot_run_is_there_with_its_reason() -> None:
     assert absent["sglang"] == "sglang 9 has no fused_conv_window_scatter_multi"
     assert absent["sglang-per-pair"] == "sglang 9 has no fused_conv_window_scatter_with_mask"
     assert "arithmetic" in absent["compile"]
+    step = inputs_of(TINY["accept_commit"][0])
+    half = step.contenders(Asked(frozenset({"sglang"}), peer(fused_commit_track_indices=print)))[-1]
+    assert isinstance(half, Absent)
+    assert half.reason == "sglang 9 has no compute_dflash_correct_drafts_and_bonus"
     alone = inputs.contenders(Asked(frozenset({"sglang"}), Peer(reason="not installed")))
     assert {one.reason for one in alone if isinstance(one, Absent)} == {"not installed"}
 
