@@ -93,7 +93,7 @@ def timed(inputs: Inputs, contender: Contender, replays_only: bool = False) -> R
     if contender.captured:
         found["graph"] = time_graph(contender.calls)
     if not replays_only:
-        found["plain"] = time_plain(contender.calls, found["graph"].median if found["graph"] else 1e3)
+        found["plain"] = time_plain(contender.calls)
         if contender.public:
             found["host"] = time_host(contender.calls)
     row: Row = {name: dataclasses.asdict(value) if value else None for name, value in found.items()}
