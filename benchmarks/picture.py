@@ -9,12 +9,16 @@ from xml.sax.saxutils import escape
 
 WIDTH, HEIGHT = 780, 440
 LEFT, RIGHT, TOP, BOTTOM = 70, 210, 44, 52
+COLOURS = 7
+"""Colours of series, 0 to 6; the one after them is for bounds."""
 STYLE = """
   :root { --ground: #ffffff; --text: #24292f; --faint: #57606a; --grid: #d8dee4;
-          --c0: #0969da; --c1: #bc4c00; --c2: #1a7f37; --c3: #8250df; --c4: #6e7781; --c5: #bf3989; }
+          --c0: #0969da; --c1: #bc4c00; --c2: #1a7f37; --c3: #8250df; --c4: #bf3989; --c5: #0e8a9c; --c6: #8a6d00;
+          --c7: #6e7781; }
   @media (prefers-color-scheme: dark) {
     :root { --ground: #0d1117; --text: #e6edf3; --faint: #9198a1; --grid: #30363d;
-            --c0: #4493f8; --c1: #f0883e; --c2: #3fb950; --c3: #ab7df8; --c4: #9198a1; --c5: #db61a2; } }
+            --c0: #4493f8; --c1: #f0883e; --c2: #3fb950; --c3: #ab7df8; --c4: #db61a2; --c5: #39c5cf; --c6: #d29922;
+            --c7: #9198a1; } }
   text { font: 12px system-ui, sans-serif; fill: var(--text); } .title { font-size: 14px; font-weight: 600; }
   .tick { fill: var(--faint); } .grid { stroke: var(--grid); } .line { fill: none; stroke-width: 2; }
 """
@@ -22,7 +26,7 @@ STYLE = """
 
 @dataclass(frozen=True)
 class Series:
-    """Points that belong together. colour: 0 to 5. dashed: a bound. joined: a line through the points."""
+    """Points that belong together. colour: 0 to ``COLOURS``. dashed: a bound. joined: a line through the points."""
 
     name: str
     points: Sequence[tuple[float, float]]

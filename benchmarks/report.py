@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .case import FUSED
-from .picture import Series, chart
+from .picture import COLOURS, Series, chart
 from .table import contenders_of, number
 from .targets import MET, UNMEASURED, Verdict, by_case, median, verdicts
 
@@ -69,7 +69,17 @@ def run_lines(record: Row) -> Iterator[str]:
     yield f"- {record['date']}, `{record['command']}`, {record['seconds']:.0f} s"
     yield f"- {versions}; peer: {record['peer'] or 'none'}"
     yield f"- copy rate {record['copy_rate'] / 1e12:.2f} TB/s (read plus written), L2 {record['l2_bytes'] >> 20} MiB"
+    apart = repeated(record["measurements"])
+    if apart:
+        how_far = f"{apart[len(apart) // 2]:.1%} away from the first time in the median, {apart[-1]:.1%} at most"
+        yield f"- fused, timed again after its contenders: {how_far}"
     yield ""
+
+
+def repeated(rows: Sequence[Row]) -> list[float]:
+    """How far the two times of fused lie apart, as shares, in order."""
+    twice = [(median(row, "graph"), median(row, "again")) for row in rows]
+    return sorted(abs(again / time - 1) for time, again in twice if time is not None and again is not None)
 
 
 def sizes_text(found: Sequence[Verdict]) -> str:
@@ -190,10 +200,10 @@ def growth_picture(record: Row) -> str:
     for colour, (shape, name) in enumerate(dict.fromkeys((row["shape"], row["contender"]) for row in rows)):
         mine = [row for row in rows if (row["shape"], row["contender"]) == (shape, name)]
         points = [(row["floor_bytes"], row["graph"]["median"]) for row in mine]
-        series.append(Series(f"{name} {shape.split()[-1]}", points, colour))
+        series.append(Series(f"{name} {shape.split()[-1]}", points, colour % COLOURS))
     ends = [pick(row["floor_bytes"] for row in rows) for pick in (min, max)]
     floor = [(size, size / record["copy_rate"] * 1e6) for size in ends]
-    series.append(Series("copy rate", floor, 4, dashed=True))
+    series.append(Series("copy rate", floor, COLOURS, dashed=True))
     return chart("qk_norm_rope: time against bytes", "bytes that must move", "us per call", series)
 
 
@@ -205,9 +215,9 @@ def bandwidth_picture(record: Row) -> str:
         points = [
             (row["floor_bytes"], row["floor_bytes"] / row["graph"]["median"] * 1e6) for row in rows if row["op"] == op
         ]
-        series.append(Series(op, points, colour % 6, joined=False))
+        series.append(Series(op, points, colour % COLOURS, joined=False))
     ends = [pick(row["floor_bytes"] for row in rows) for pick in (min, max)]
-    series.append(Series("copy rate", [(size, record["copy_rate"]) for size in ends], 4, dashed=True))
+    series.append(Series("copy rate", [(size, record["copy_rate"]) for size in ends], COLOURS, dashed=True))
     return chart("fused: bytes per second", "bytes that must move", "bytes per second", series)
 
 

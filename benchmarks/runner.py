@@ -93,7 +93,7 @@ def timed(inputs: Inputs, contender: Contender, replays_only: bool = False) -> R
     if contender.captured:
         found["graph"] = time_graph(contender.calls)
     if not replays_only:
-        found["plain"] = time_plain(contender.calls, found["graph"].median if found["graph"] else 1e3)
+        found["plain"] = time_plain(contender.calls)
         if contender.public:
             found["host"] = time_host(contender.calls)
     row: Row = {name: dataclasses.asdict(value) if value else None for name, value in found.items()}
@@ -101,8 +101,12 @@ def timed(inputs: Inputs, contender: Contender, replays_only: bool = False) -> R
     return row | ({"extra": extra} if extra else {})
 
 
-def measured(case: Case, asked: Asked, on: Device, *, replays_only: bool = False) -> Iterator[Row]:
-    """A row for each contender of ``case``: its result compared with the definition's, then its timings."""
+def measured(case: Case, asked: Asked, on: Device, *, replays_only: bool = False) -> list[Row]:
+    """A row for each contender of ``case``: its result compared with the definition's, then its timings.
+
+    The first contender is timed again at the end (``again``): how far the two times lie apart is how far times of this
+    run can be trusted.
+    """
     torch.manual_seed(SEED)
     copies = copies_for(case.floor_bytes, on.l2)
     common = {
@@ -121,21 +125,27 @@ def measured(case: Case, asked: Asked, on: Device, *, replays_only: bool = False
         need = inputs.reference()
         contenders = inputs.contenders(asked)
     except Exception as error:
-        yield common | {"contender": FUSED, "status": FAILED, "reason": first_line(error)}
-        return
-    for contender in contenders:
-        row = common | {"contender": contender.name}
-        if isinstance(contender, Absent):
-            yield row | {"status": ABSENT, "reason": contender.reason}
-            continue
-        try:
-            problem = inputs.compare(result_of(inputs, contender), need) if contender.judged else ""
-            row |= {"status": WRONG if problem else OK, "reason": problem}
-            timings = timed(inputs, contender, replays_only)
-            faults.check()  # of the other copies
-            yield row | timings
-        except Exception as error:
-            yield row | {"status": FAILED, "reason": first_line(error)}
+        return [common | {"contender": FUSED, "status": FAILED, "reason": first_line(error)}]
+    rows = [common | one_row(inputs, contender, need, replays_only) for contender in contenders]
+    first = contenders[0]
+    if isinstance(first, Contender) and rows[0].get("graph") and not replays_only:
+        inputs.reset()
+        rows[0]["again"] = dataclasses.asdict(time_graph(first.calls))
+    return rows
+
+
+def one_row(inputs: Inputs, contender: Contender | Absent, need: Tensors, replays_only: bool) -> Row:
+    """Judgement and timings of one contender, or why there are none."""
+    row: Row = {"contender": contender.name}
+    if isinstance(contender, Absent):
+        return row | {"status": ABSENT, "reason": contender.reason}
+    try:
+        problem = inputs.compare(result_of(inputs, contender), need) if contender.judged else ""
+        timings = timed(inputs, contender, replays_only)
+        faults.check()  # of the other copies
+    except Exception as error:
+        return row | {"status": FAILED, "reason": first_line(error)}
+    return row | {"status": WRONG if problem else OK, "reason": problem} | timings
 
 
 def current_device() -> Device:
@@ -162,7 +172,7 @@ def run(plan: Plan, on: Device, say: Callable[[str], None], keep: Callable[[Row]
             record["checks"] += judged_by_oracle(case, plan.without_compile(), on.device)
         for case in plan.cases(op):
             asked = asked_now()
-            rows = list(measured(case, asked, on))
+            rows = measured(case, asked, on)
             if COMPILE in plan.asked.against - asked.against:
                 late = {key: rows[0][key] for key in ("op", "shape", "axis", "size", "floor_bytes", "floor_us")}
                 reason = f"left out: the run had used {plan.compile_seconds:.0f} seconds"

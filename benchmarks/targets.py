@@ -7,14 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from .case import COMPILE, EAGER, FUSED, SGLANG
-from .ops import accept, commit_indices, kv_write, qk_norm_rope, state_scatter, write_target_hidden_kv
+from .ops import accept, accept_commit, commit_indices, kv_write, qk_norm_rope, state_scatter, write_target_hidden_kv
+from .ops.accept_commit import SEPARATE
 from .ops.state_scatter import PER_PAIR
 from .ops.write_target_hidden_kv import PROJECTION
 
 Row = dict[str, Any]
 MET, MISSED, UNMEASURED = "met", "missed", "unmeasured"
 QK, KV, STATE = qk_norm_rope.NAME, kv_write.NAME, state_scatter.NAME
-ACCEPT, COMMIT, WHOLE = accept.NAME, commit_indices.NAME, write_target_hidden_kv.NAME
+ACCEPT, COMMIT, STEP, WHOLE = accept.NAME, commit_indices.NAME, accept_commit.NAME, write_target_hidden_kv.NAME
 
 
 @dataclass(frozen=True)
@@ -128,12 +129,15 @@ TARGETS: tuple[Target, ...] = (
     Ratio(ACCEPT, (COMPILE,), 1.0),
     Ratio(COMMIT, (SGLANG,), 1.0),
     Ratio(COMMIT, (COMPILE,), 1.0),
+    Ratio(STEP, (SEPARATE,), 1.0),
+    Ratio(STEP, (SGLANG,), 1.0),
+    Ratio(STEP, (COMPILE,), 1.0),
     Ratio(WHOLE, (PROJECTION,), 1 / 1.06, at(8)),
     Host(QK, 4.0),
     Host(ACCEPT, 4.0),
     Host(WHOLE, 15.0),
-    *(Ratio(op, (SGLANG,), 1.0, timing="host") for op in (QK, KV, STATE, ACCEPT, COMMIT)),
-    *(Ratio(op, (EAGER,), 1.0) for op in (QK, KV, STATE, ACCEPT, COMMIT)),
+    *(Ratio(op, (SGLANG,), 1.0, timing="host") for op in (QK, KV, STATE, ACCEPT, COMMIT, STEP)),
+    *(Ratio(op, (EAGER,), 1.0) for op in (QK, KV, STATE, ACCEPT, COMMIT, STEP)),
 )
 
 

@@ -104,25 +104,25 @@ def _replay(graph: torch.cuda.CUDAGraph, replays: int) -> list[float]:
     return [before.elapsed_time(after) * 1e3 for before, after in itertools.pairwise(events)]
 
 
-def time_plain(calls: Sequence[Call], expected_us: float) -> Timing:
-    """Wall time of calls one after the other, each from Python, until the device has done them all.
+def time_plain(calls: Sequence[Call]) -> Timing:
+    """Wall time of calls one after the other, each from Python, until the device has done them all."""
+    fewest, most = PLAIN_CALLS
+    order = [calls[index % len(calls)] for index in range(most)]
+    # As many calls as fit, the host's share included, by the time that a few take when everything is warm.
+    _wall(order[:fewest])
+    fitting = int(PLAIN_SECONDS * 1e6 / max(_wall(order[:fewest]), 1e-3))
+    count = min(max(fitting, fewest), most)
+    return summarise([_wall(order[:count]) for _ in range(PLAIN_REPEATS)], count)
 
-    expected_us: about how long a call takes, from which the number of calls follows.
-    """
-    fitting = int(PLAIN_SECONDS * 1e6 / max(expected_us, 1e-3))
-    count = min(max(fitting, PLAIN_CALLS[0]), PLAIN_CALLS[1])
-    order = [calls[index % len(calls)] for index in range(count)]
-    samples = []
-    for call in order[: PLAIN_CALLS[0]]:
+
+def _wall(calls: Sequence[Call]) -> float:
+    """Microseconds per call, with an idle device before and after."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for call in calls:
         call()
-    for _ in range(PLAIN_REPEATS):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for call in order:
-            call()
-        torch.cuda.synchronize()
-        samples.append((time.perf_counter() - start) * 1e6 / count)
-    return summarise(samples, count)
+    torch.cuda.synchronize()
+    return (time.perf_counter() - start) * 1e6 / len(calls)
 
 
 def time_host(calls: Sequence[Call]) -> Timing:

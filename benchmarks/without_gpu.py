@@ -22,6 +22,7 @@ CASES = {
     "state_scatter": ("test_state_scatter.py", "test_state_errors.py"),
     "accept": ("test_accept.py",),
     "commit_indices": ("test_commit_indices.py",),
+    "accept_commit": ("test_accept_commit.py",),
     "write_target_hidden_kv": ("test_kv_inject.py",),
 }
 """The case files that call an operation and little else."""

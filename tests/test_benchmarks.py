@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
@@ -19,7 +21,16 @@ import torch
 from benchmarks import __main__ as bench
 from benchmarks import judging, picture, report, runner, table, targets, timing, tune, without_gpu
 from benchmarks.case import Absent, Asked, Case, Contender, Inputs, Peer
-from benchmarks.ops import OPS, accept, commit_indices, kv_write, qk_norm_rope, state_scatter, write_target_hidden_kv
+from benchmarks.ops import (
+    OPS,
+    accept,
+    accept_commit,
+    commit_indices,
+    kv_write,
+    qk_norm_rope,
+    state_scatter,
+    write_target_hidden_kv,
+)
 from benchmarks.timing import Timing, copies_for, summarise
 from dspark import faults
 
@@ -31,6 +42,7 @@ TINY: dict[str, list[Case]] = {
     "state_scatter": state_scatter.cases((2,), state_scatter.SMALL),
     "accept": accept.cases((4,)),
     "commit_indices": commit_indices.cases((4,)),
+    "accept_commit": accept_commit.cases((4,)),
     "write_target_hidden_kv": write_target_hidden_kv.cases((3,), write_target_hidden_kv.SMALL),
 }
 BOTH = Asked(frozenset({"eager"}))
@@ -61,6 +73,8 @@ def inputs_of(case: Case) -> Inputs:
         (accept.cases((8,))[0], 8 * (7 * 8 + 8 * 8 + 4 + 8)),
         # Accept length int32, length, one node, two steps.
         (commit_indices.cases((8,))[0], 8 * (4 + 8 + 8 + 16)),
+        # Seven drafts, eight targets, a length; a count int32, five results int64.
+        (accept_commit.cases((8,))[0], 8 * (7 * 8 + 8 * 8 + 8 + 4 + 5 * 8)),
         # 10,240 weight rows of 6,144; hidden rows; five layers of 2 x 16 heads of 64 written; table, position, loc.
         (
             write_target_hidden_kv.cases((8,))[0],
@@ -88,7 +102,8 @@ def test_every_path_of_dspark_is_right_on_the_inputs_of_the_benchmark(case: Case
     inputs.reset()
     need = inputs.reference()
     judged = [one for one in inputs.contenders(BOTH) if isinstance(one, Contender) and one.judged]
-    assert [one.name for one in judged] == ["fused", "eager"]
+    between = ["separate"] if case.op == "accept_commit" else []
+    assert [one.name for one in judged] == ["fused", *between, "eager"]
     for contender in judged:
         assert len(contender.calls) == 2
         got = runner.result_of(inputs, contender)
@@ -118,8 +133,11 @@ def test_a_contender_that_does_nothing_is_wrong(case: Case) -> None:
     inputs = inputs_of(case)
     inputs.reset()
     need = inputs.reference()
-    returned = {"accept": (torch.zeros(4, dtype=torch.int32), torch.zeros(4, dtype=torch.int64))}
+    returned: dict[str, Any] = {"accept": (torch.zeros(4, dtype=torch.int32), torch.zeros(4, dtype=torch.int64))}
     returned["commit_indices"] = (torch.full((4,), -1), torch.full((4,), -1))
+    if case.op == "accept_commit":
+        blank = [torch.full((4,), -1, dtype=value.dtype) for value in need.values()]
+        returned["accept_commit"] = accept_commit.AcceptCommit(*blank)
     got = runner.result_of(inputs, Contender("idle", [lambda: returned.get(case.op)]))
     assert inputs.judge(got)
     assert inputs.compare(got, need)
@@ -199,6 +217,10 @@ def test_a_contender_that_cannot_run_is_there_with_its_reason() -> None:
     assert absent["sglang"] == "sglang 9 has no fused_conv_window_scatter_multi"
     assert absent["sglang-per-pair"] == "sglang 9 has no fused_conv_window_scatter_with_mask"
     assert "arithmetic" in absent["compile"]
+    step = inputs_of(TINY["accept_commit"][0])
+    half = step.contenders(Asked(frozenset({"sglang"}), peer(fused_commit_track_indices=print)))[-1]
+    assert isinstance(half, Absent)
+    assert half.reason == "sglang 9 has no compute_dflash_correct_drafts_and_bonus"
     alone = inputs.contenders(Asked(frozenset({"sglang"}), Peer(reason="not installed")))
     assert {one.reason for one in alone if isinstance(one, Absent)} == {"not installed"}
 
@@ -234,6 +256,74 @@ def test_median_and_percentiles() -> None:
 @pytest.mark.parametrize(("size", "need"), [(1, 256), (1000, 6), (999, 7), (10**9, 2), (0, 256)])
 def test_copies_pass_the_cache_three_times(size: int, need: int) -> None:
     assert copies_for(size, 2000) == need
+
+
+class FakeCuda:
+    """Enough of torch.cuda for a clock: a call takes 10 us on the device and 4 us on the host."""
+
+    def __init__(self) -> None:
+        self.device_us = self.host_us = 0.0
+        self.captured = self.capturing = 0
+        self.slept = False
+
+    def call(self) -> None:
+        self.host_us += 4
+        if self.capturing:
+            self.captured += 1
+        else:
+            self.device_us += 10
+
+    @contextlib.contextmanager
+    def graph(self, _: Any) -> Iterator[None]:
+        self.capturing, self.captured = 1, 0
+        yield
+        self.capturing = 0
+
+    def CUDAGraph(self) -> Any:  # noqa: N802
+        def replay() -> None:
+            assert self.slept, "the first replay would wait for the host"
+            self.device_us += 10 * self.captured
+
+        return SimpleNamespace(replay=replay, reset=lambda: None)
+
+    def Event(self, enable_timing: bool) -> Any:  # noqa: N802
+        event = SimpleNamespace(at=0.0)
+        event.record = lambda: setattr(event, "at", self.device_us)
+        event.elapsed_time = lambda other: (other.at - event.at) / 1e3
+        return event
+
+    def _sleep(self, cycles: int) -> None:
+        self.slept = True
+        self.device_us += cycles
+
+    def synchronize(self) -> None:
+        self.host_us = self.device_us = max(self.host_us, self.device_us)
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    fake = FakeCuda()
+    monkeypatch.setattr(timing, "torch", SimpleNamespace(cuda=fake))
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: fake.host_us * 1e-6))
+    return fake
+
+
+def test_replays_are_divided_by_the_calls_of_the_graph(cuda: FakeCuda) -> None:
+    found = timing.time_graph([cuda.call] * 3)
+    assert (found.median, found.p10, found.p90) == pytest.approx((10, 10, 10))
+    assert found.calls == cuda.captured == 18  # whole passes, at least 16 calls
+    assert found.samples == 100
+    assert timing.time_graph([cuda.call] * 2000).samples == 20
+
+
+def test_plain_calls_wait_for_the_device_and_the_host_does_not(cuda: FakeCuda) -> None:
+    plain = timing.time_plain([cuda.call] * 2)
+    assert (plain.calls, plain.samples) == (200, 5)
+    assert plain.median == pytest.approx(10)
+    assert timing.time_plain([lambda: cuda._sleep(10**6)]).calls == 10
+    host = timing.time_host([cuda.call] * 2)
+    assert (host.calls, host.samples) == (8, 40)
+    assert host.median == pytest.approx(4)
 
 
 # A run, with a clock that is not one.
@@ -286,6 +376,7 @@ def test_a_run_keeps_wrong_and_failing_contenders(record: dict[str, Any]) -> Non
     last = record["measurements"][-1]
     assert last["reason"] == "RuntimeError: no such kernel"
     assert "graph" not in last
+    assert [("again" in row) for row in record["measurements"]] == [True, False, False] * 2
     assert record["measurements"][0]["floor_us"] == pytest.approx(4 * 132 / 1e12 * 1e6)
     said = "\n".join(table.lines(record))
     assert "WRONG accept W8 4 sglang" in said
@@ -312,12 +403,14 @@ def test_compiling_stops_when_the_run_has_taken_long(monkeypatch: pytest.MonkeyP
 
 
 def test_a_fault_that_timed_calls_report_fails_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    def faulting(calls: Sequence[Callable[[], object]], *_: Any) -> Timing:
-        faults.set_where(torch.tensor([True]), 1)
-        return fake_clock(calls)
+    def faulting(calls: Sequence[Callable[[], object]]) -> Timing:
+        found = fake_clock(calls)
+        faults.set_where(torch.tensor([True]), 1)  # as a kernel on a GPU does, which raises nothing
+        return found
 
-    for name in ("time_graph", "time_plain", "time_host"):
-        monkeypatch.setattr(runner, name, faulting)
+    monkeypatch.setattr(runner, "time_graph", fake_clock)
+    monkeypatch.setattr(runner, "time_plain", fake_clock)
+    monkeypatch.setattr(runner, "time_host", faulting)
     (found,) = runner.measured(TINY["accept"][0], Asked(frozenset()), runner.Device(CPU, 1, 1e12))
     assert found["status"] == "failed"
     assert found["reason"].startswith("IndexFaultError: ")
@@ -350,7 +443,7 @@ def row(op: str, shape: str, size: int, contender: str, us: float, host: float |
 
 
 WRITTEN = [
-    row("kv_write", "A", 8, "fused", 2.0),
+    row("kv_write", "A", 8, "fused", 2.0, again={"median": 2.1}),
     row("kv_write", "A", 8, "sglang", 4.4, 5.0),
     row("kv_write", "A", 16384, "fused", 1800.0),
     row("kv_write", "A", 16384, "sglang", 3900.0),
@@ -427,6 +520,7 @@ def test_the_report_has_every_figure_and_every_reason(tmp_path: Path) -> None:
         "The weights that a copy would take:\n12,345.",
         "| accept, C, 64 | ok |",
         "copy rate 0.01 TB/s (read plus written), L2 60 MiB",
+        "fused, timed again after its contenders: 5.0% away from the first time in the median, 5.0% at most",
         "![growth](pictures/growth.svg)",
         "| 8 | 3.00 | 5.40 / 5.00 | - |",
     ):
