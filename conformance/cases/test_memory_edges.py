@@ -194,24 +194,24 @@ def skipped_rows(side: Side) -> Iterator[Step]:
 
     call = kv_write.random_call(Stream("skipped"), 6, 2, 3, 6, table_rows=5, single_share=0.0)
     end = side is Side.END
-    # Not committed: neither loc nor position nor kv.
+    # Not committed.
     for lens, width, hidden in (
         (([3] if end else [0, 2]), (6 if end else 3), 3),
         (([2, 0, LOW] if end else [-1, LOW, 1]), 2, 4),
         (([0], 6, 6)),
     ):
         window = replace(call, commit_lens=np.array(lens), width=width)
-        yield step(window, hidden, "kv", "positions", "locs")
-    # A negative or reserved loc: the loc is read, and nothing else.
+        yield step(window, hidden, "kv")
+    # A negative or reserved loc.
     skipping, live = [LOW, 1, -1], [4, 2, 3]
     locs = np.array(live + skipping if end else skipping + live)
-    yield step(replace(call, locs=locs, reserved_rows=2), 3, "kv", "positions")
-    yield step(replace(call, locs=np.full(6, -1)), 6, "kv", "positions")
+    yield step(replace(call, locs=locs, reserved_rows=2), 3, "kv")
+    yield step(replace(call, locs=np.full(6, -1)), 6, "kv")
 
 
 @pytest.mark.lanes(Lane.INTERPRET)
 @pytest.mark.parametrize("side", Side)
-def test_nothing_of_a_skipped_row_is_read(side: Side) -> None:
+def test_k_and_v_of_a_skipped_row_are_not_read(side: Side) -> None:
     expect_survival(Label(kv_write.OP, "cliff"), list(skipped_rows(side)))
 
 

@@ -120,9 +120,9 @@ SUBJECTS = (
         lambda: {
             "candidates": ints(2, 3),
             "target_predict": ints(2, 3),
-            "seq_lens": ints(2),
-            "verify_lens": ints(2),
-            "eos_ids": 7 * ints(1),
+            "seq_lens": 2 * ints(2),
+            "verify_lens": 2 * ints(2),
+            "eos_ids": ints(1),
             "mamba_track_interval": 1,
         },
         {
@@ -130,7 +130,11 @@ SUBJECTS = (
             "target_predict": INDEX,
             "seq_lens": INDEX,
             "verify_lens": {**INDEX, "none": lambda lens: None},
-            "eos_ids": {**INDEX, "none": lambda ids: None, "rank": lambda ids: ids[None]},
+            "eos_ids": {
+                **{kind: INDEX[kind] for kind in ("device", "type", "dtype")},
+                "none": lambda ids: None,
+                "rank": lambda ids: ids[None],
+            },
             "mamba_track_interval": {
                 **ONE,
                 "none": lambda value: None,

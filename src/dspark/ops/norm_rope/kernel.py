@@ -111,9 +111,9 @@ def norm_rotate_heads(
         cos, sin = pair_of_vectors(angle, angle + HALF, angle_live)
     cos, sin = cos[:, None, :], sin[:, None, :]
     eviction: tl.constexpr = "evict_first" if STREAMED else ""
-    rotated1, rotated2 = (y1 * cos - y2 * sin).to(tl.bfloat16), (y2 * cos + y1 * sin).to(tl.bfloat16)
-    tl.store(target + first[None, None, :], rotated1, mask=pair_live, eviction_policy=eviction)
-    tl.store(target + second[None, None, :], rotated2, mask=pair_live, eviction_policy=eviction)
+    one, two = target + first[None, None, :], target + second[None, None, :]
+    tl.store(one, (y1 * cos - y2 * sin).to(tl.bfloat16), mask=pair_live, eviction_policy=eviction)
+    tl.store(two, (y2 * cos + y1 * sin).to(tl.bfloat16), mask=pair_live, eviction_policy=eviction)
     if PASSED > 0:
         wp = tl.load(weights_ptr + passed * weights_stride, mask=j < PASSED, other=0.0).to(tl.float32)
         tl.store(
