@@ -69,8 +69,8 @@ def fused_kv_norm_rope_write(
     pool_rows: S for pools by pointer. reserved_rows: rows below it are never written.
     path: ``auto``, ``fused``, ``eager`` or None (see :mod:`dspark.dispatch`).
 
-    A row that is not committed, or whose loc is negative or reserved, is skipped, and its K and V are not read. Otherwise a
-    loc beyond the pool or a position outside the table sets a fault (``kv_write/loc-out-of-range``,
+    A row that is not committed, or whose loc is negative or reserved, is skipped, and its K and V are not read.
+    Otherwise a loc beyond the pool or a position outside the table sets a fault (``kv_write/loc-out-of-range``,
     ``kv_write/position-out-of-range``) and the row is not written. Two written rows with one loc are undefined, and
     reported in debug mode (``kv_write/duplicate-loc``).
 
