@@ -44,6 +44,7 @@ def test_a_fault_in_the_name_of_a_function_counts() -> None:
     [
         ("test_accept.py", ["6"]),
         ("test_accept_commit.py", ["7b", "9"]),
+        ("test_memory.py", ["3", "4", "6", "7", "7b", "8"]),
         ("test_kv_write.py", ["2", "4", "9"]),
         ("test_base_logits.py", ["10"]),
         ("test_qk_norm_rope.py", ["2", "3"]),
