@@ -168,7 +168,7 @@ def test_check(op, check):
     if f"decision/{op}/{check.id}" not in OMITTED:
         expect_decision(label, [dispatch.Outcome(decision, dispatch.Path.EAGER)], "eager", [check.id])
     if check.path is dispatch.Path.FUSED and f"census/{op}/{check.id}" not in OMITTED:
-        dispatch._count(op, dispatch.Path.EAGER, (check.id,))
+        dispatch._count((dispatch.CensusKey(op, dispatch.Path.EAGER, check.id),))
 
 @pytest.mark.parametrize(("op", "kind"), faults.declared())
 def test_fault(op, kind):
@@ -179,13 +179,13 @@ def test_fault(op, kind):
 
 @pytest.mark.parametrize("op", dispatch.registry())
 def test_usual_reasons(op):
-    dispatch._count(op, dispatch.Path.FUSED, (dispatch.ELIGIBLE,))
-    dispatch._count(op, dispatch.Path.EAGER, (dispatch.REQUESTED,))
+    dispatch._count((dispatch.CensusKey(op, dispatch.Path.FUSED, dispatch.ELIGIBLE),))
+    dispatch._count((dispatch.CensusKey(op, dispatch.Path.EAGER, dispatch.REQUESTED),))
     expect_equal(Label(op, "fused"), "something", 1, 1)
 
 def test_planted():
     op, path, reason = PLANTED
-    dispatch._count(op, dispatch.Path(path), (reason,))
+    dispatch._count((dispatch.CensusKey(op, dispatch.Path(path), reason),))
     expect_equal(Label(op, path), "something", 1, 1)
 """
 
@@ -324,7 +324,7 @@ def test_leaves_a_fault_unread():
 def test_fails_with_a_fault_and_a_census():
     expect_equal(LABEL, "value", 1, 1)
     faults.set_where(torch.tensor([True]), 1)
-    dispatch._count("topic", dispatch.Path.EAGER, ("something",))
+    dispatch._count((dispatch.CensusKey("topic", dispatch.Path.EAGER, "something"),))
     assert 0
 
 def test_starts_clean():

@@ -91,7 +91,11 @@ def test_a_case_that_compares_is_counted_with_its_census(book: Ledger) -> None:
         plugin.pytest_runtest_setup(item)
         hook = plugin.pytest_runtest_call(item)
         assert (
-            drive(hook, inside=lambda: (compare(), dispatch._count("topic", dispatch.Path.EAGER, ("r",)))) == "answer"
+            drive(
+                hook,
+                inside=lambda: (compare(), dispatch._count((dispatch.CensusKey("topic", dispatch.Path.EAGER, "r"),))),
+            )
+            == "answer"
         )
     assert book.rows == {LABEL: Row(cases=2, comparisons=2, elements=2)}
     assert book.census == {("topic", "eager", "r"): 2}
@@ -111,7 +115,7 @@ def test_a_case_that_leaves_a_fault_fails_and_the_next_starts_clean() -> None:
     def leave() -> None:
         compare()
         faults.set_where(torch.tensor([True]), 1)
-        dispatch._count("topic", dispatch.Path.EAGER, ("r",))
+        dispatch._count((dispatch.CensusKey("topic", dispatch.Path.EAGER, "r"),))
 
     item = an_item()
     plugin.pytest_runtest_setup(item)

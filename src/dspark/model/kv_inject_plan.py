@@ -93,13 +93,13 @@ def _read(layers: Iterable[Any], pool: Any) -> Draft | None:
             facts += (
                 (type(q_size), type(kv_size), type(head_dim), type(eps), type(dim), dim),
                 (type(table), table.shape, table.stride(), table.dtype, table.device),
-                rotary.table_is_whole_effect is True,
+                rotary.table_is_whole_effect,
             )
         elif rotary is not shared:
             return None
         # With its address and dtype, the place of a weight in its storage tells one storage from another.
         facts += (
-            (type(layer), q_size, kv_size, head_dim, heads, unscaled, type(norm), norm.is_plain is True, eps),
+            (type(layer), q_size, kv_size, head_dim, heads, unscaled, type(norm), norm.is_plain, eps),
             (type(projection), "quant_method" in projection.__dict__, parameters["bias"] is None),
             (weight.storage_offset(), scale.storage_offset()),
         )
