@@ -1,6 +1,6 @@
 """Host time of the public operations before their kernel is launched: validation, decision, census.
 
-    python benchmarks/host_overhead.py [--repeat N]
+    python -m benchmarks.host_overhead [--repeat N]
 
 Each operation is called with realistic shapes while its launcher (for ``kv_inject`` the product, too) is replaced by
 a function that does nothing, so that what is timed is Python before the launch. Takes a GPU where there is one; without
@@ -10,21 +10,18 @@ one, Triton's interpreter stands for it, since nothing is launched. Prints the l
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import time
 import timeit
 from collections.abc import Callable
-from importlib import import_module
 from typing import Any
-from unittest import mock
 
 import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-from dspark import faults, machine
+from dspark import machine
 from dspark.model.attention import DFlashAttention
 from dspark.model.kv_inject import write_target_hidden_kv
 from dspark.model.rotary import RotaryTable
@@ -38,6 +35,8 @@ from dspark.ops import (
     table_qk_norm_rope_,
 )
 from dspark.runtime.pools import KVPool
+
+from .unlaunched import without_launches
 
 REQUESTS, WIDTH, LAYERS, HEADS, KV_HEADS, DIM, HIDDEN, SLOTS = 64, 8, 5, 32, 8, 128, 256, 1024
 ROWS, KV = REQUESTS * WIDTH, KV_HEADS * DIM
@@ -88,24 +87,14 @@ def microseconds(call: Call, repeat: int) -> float:
     return min(timeit.repeat(call, timer=time.thread_time, number=CALLS, repeat=repeat)) / CALLS * 1e6
 
 
-def nothing(*arguments: object) -> None:
-    """Stands for a launcher, and for the look at the CPU's fault word that a GPU does not have."""
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeat", type=int, default=100)
     repeat = parser.parse_args().repeat
     machine.facts()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    product = torch.ones(LAYERS, ROWS, 2 * KV, dtype=torch.bfloat16, device=device)
-    replaced = [(faults, "check", nothing), (torch, "bmm", lambda first, second: product)]
-    for op in ("accept", "commit_indices", "qk_norm_rope", "kv_write", "state_scatter"):
-        replaced.append((import_module(f"dspark.ops.{op}.kernel"), f"{op}_fused", nothing))
     print(f"torch {torch.__version__}, {device.type}: host microseconds before the launch")
-    with torch.no_grad(), contextlib.ExitStack() as stack:
-        for module, name, function in replaced:
-            stack.enter_context(mock.patch.object(module, name, function))
+    with torch.no_grad(), without_launches():
         for op, call in calls(device).items():
             print(f"{op:16s} {microseconds(call, repeat):8.2f}")
 

@@ -16,6 +16,7 @@ from dspark import faults
 from .case import AGAINST, COMPILE, FUSED, SGLANG, Absent, Asked, Case, Contender, Inputs, Tensors
 from .ops import OPS, qk_norm_rope
 from .timing import Timing, copies_for, copy_rate, l2_bytes, time_graph, time_host, time_plain
+from .unlaunched import without_launches
 
 OK, WRONG, ABSENT, FAILED = "ok", "wrong", "absent", "failed"
 Row = dict[str, Any]
@@ -88,7 +89,7 @@ class Device:
 
 def timed(inputs: Inputs, contender: Contender, replays_only: bool = False) -> Row:
     """The timings of one contender, microseconds per call."""
-    found: dict[str, Timing | None] = {"graph": None, "plain": None, "host": None}
+    found: dict[str, Timing | None] = {"graph": None, "plain": None, "host": None, "before_launch": None}
     inputs.reset()
     if contender.captured:
         found["graph"] = time_graph(contender.calls)
@@ -96,6 +97,9 @@ def timed(inputs: Inputs, contender: Contender, replays_only: bool = False) -> R
         found["plain"] = time_plain(contender.calls)
         if contender.public:
             found["host"] = time_host(contender.calls)
+        if contender.public and contender.name == FUSED:
+            with without_launches():
+                found["before_launch"] = time_host(contender.calls)
     row: Row = {name: dataclasses.asdict(value) if value else None for name, value in found.items()}
     extra = {} if replays_only else inputs.extra(contender)
     return row | ({"extra": extra} if extra else {})

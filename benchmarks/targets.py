@@ -96,16 +96,16 @@ class Share:
 
 @dataclass(frozen=True)
 class Host:
-    """The host spends at most ``need`` microseconds on a call."""
+    """The host spends at most ``need`` microseconds on a call before its kernel's launcher is called."""
 
     op: str
     need: float
     sizes: Callable[[int], bool] = everywhere
     shape: str = ""
-    what: str = "host microseconds"
+    what: str = "host microseconds before the launch"
 
     def value(self, rows: dict[str, Row]) -> tuple[float | None, str]:
-        return median(rows.get(FUSED), "host"), why_not(rows.get(FUSED), FUSED)
+        return median(rows.get(FUSED), "before_launch"), why_not(rows.get(FUSED), FUSED)
 
     def holds(self, value: float) -> bool:
         return value <= self.need

@@ -6,6 +6,7 @@ by the call before; its time is divided by its calls. Times are microseconds per
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import statistics
@@ -31,7 +32,7 @@ HOST_BURST = 8
 """Calls between two synchronisations while the host is timed: far below the depth of the launch queue."""
 HOST_REPEATS = 40
 HEAD_START_CYCLES = 2_000_000
-COPY_BYTES = 1 << 30
+COPY_BYTES = (1 << 28, 1 << 30)
 
 
 @dataclass(frozen=True)
@@ -152,8 +153,14 @@ def allocated_by(call: Call) -> int:
 
 
 def copy_rate(device: torch.device) -> float:
-    """Bytes per second, read and written, of a device-to-device copy far larger than the L2 cache."""
-    source = torch.empty(COPY_BYTES // 8, dtype=torch.int64, device=device).random_()
-    target = torch.empty_like(source)
-    found = time_graph([lambda: target.copy_(source)])
-    return 2 * COPY_BYTES / (found.median * 1e-6)
+    """Bytes per second, read and written, of the fastest device-to-device copy far larger than the L2 cache.
+
+    The largest copy is not the fastest: on an H200 one of 1 GiB moves 2.8 TB/s, one of 256 MiB 4.2 TB/s.
+    """
+    rates = []
+    for size in COPY_BYTES:
+        source = torch.empty(size // 8, dtype=torch.int64, device=device).random_()
+        target = torch.empty_like(source)
+        found = time_graph([functools.partial(target.copy_, source)])
+        rates.append(2 * size / (found.median * 1e-6))
+    return max(rates)

@@ -285,7 +285,9 @@ TILED = ("types/6", "elements/1025/bfloat16", "elements/768/float32", "F3-8-K4-W
 @pytest.mark.parametrize("path", ["fused"])
 @pytest.mark.parametrize("id", TILED)
 def test_states_do_not_depend_on_the_tile(id: str, path: str, arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An entry in several chunks, a layer per program, and a track set that is searched two rows at a time."""
+    """An entry in several chunks, a layer per program, a track set that is searched two rows at a time, and words that
+    are counted as those of an entry beyond 4 GiB."""
+    monkeypatch.setattr(kernel, "NARROW_WORDS", 0)
     for name in ("GPU_TILE", "GPU_WINDOW_TILE", "INTERPRETER_TILE"):
         monkeypatch.setattr(kernel, name, 512)
     for name in ("GPU_ROWS", "INTERPRETER_ROWS"):

@@ -21,8 +21,8 @@ from dspark import faults
 from dspark.ops.accept.checks import VERIFY_LEN_FAULT
 from dspark.ops.launch import blocks, launching, power_of_two, tile_elements, warps_for
 
-# Elements per program. The interpreter pays per program, the GPU wants a block per multiprocessor.
-GPU_TILE = 1024
+# Elements per program. The interpreter pays per program, a GPU wants many programs of one warp.
+GPU_TILE = 128
 INTERPRETER_TILE = 1 << 16
 
 
@@ -60,10 +60,11 @@ def accept_window(
         mask=row_live[:, None] & (columns < WIDTH - 1)[None, :],
         other=0,
     ).to(tl.int64)
+    if HAS_VERIFY_LENS:
+        lens = tl.load(verify_lens_ptr + rows * verify_lens_stride, mask=row_live, other=1).to(tl.int64)
     # The last column has no candidate: it gives WIDTH - 1 whether it matches the padding or not, so that is the most.
     correct = tl.min(tl.where(candidates != target, columns[None, :], WIDTH - 1), axis=1)
     if HAS_VERIFY_LENS:
-        lens = tl.load(verify_lens_ptr + rows * verify_lens_stride, mask=row_live, other=1).to(tl.int64)
         out_of_range = reporting & ((lens < 1) | (lens > WIDTH))
         fault_bits = tl.full([BLOCK_ROWS], FAULT_MASK, tl.int64)
         tl.atomic_or(fault_ptr + tl.zeros([BLOCK_ROWS], tl.int64), fault_bits, mask=out_of_range, sem="relaxed")

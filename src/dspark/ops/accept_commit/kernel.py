@@ -24,8 +24,8 @@ from dspark.ops.accept_commit.result import AcceptCommit
 from dspark.ops.commit_indices.kernel import completing_entry
 from dspark.ops.launch import blocks, launching, power_of_two, tile_elements, warps_for
 
-# Elements per program. The interpreter pays per program, the GPU wants a block per multiprocessor.
-GPU_TILE = 1024
+# Elements per program. The interpreter pays per program, a GPU wants many programs of one warp.
+GPU_TILE = 128
 INTERPRETER_TILE = 1 << 16
 
 
@@ -100,7 +100,7 @@ def accept_commit_kernel(
     tl.store(new_seq_lens_ptr + rows, pre + committed, mask=in_batch)
     tl.store(last_ptr + rows, committed - 1, mask=in_batch)
     if HAS_TRACK:
-        track = completing_entry(tl.where(live, pre, 0), committed, interval)
+        track = completing_entry(tl.where(live, pre, 0), committed, interval, WIDTH)
         tl.store(track_ptr + rows, track, mask=in_batch)
 
 

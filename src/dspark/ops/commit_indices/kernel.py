@@ -23,19 +23,22 @@ from dspark.ops.commit_indices.checks import ACCEPT_LEN_FAULT, SEQ_LEN_FAULT
 from dspark.ops.index_math.kernel import nonnegative_quotient
 from dspark.ops.launch import blocks, launching, power_of_two, tile_elements, warps_for
 
-# Elements per program. The interpreter pays per program, the GPU wants a block per multiprocessor.
-GPU_TILE = 1024
+# Elements per program. The interpreter pays per program, a GPU wants many programs of one warp.
+GPU_TILE = 128
 INTERPRETER_TILE = 1 << 16
 
 
 @triton.jit
-def completing_entry(pre, accepted, interval):
+def completing_entry(pre, accepted, interval, longest: tl.constexpr):
     """Which of ``accepted`` tokens after ``pre`` completes the last multiple of ``interval``, -1 where none does.
 
-    pre, accepted: int64, not negative.
+    pre, accepted: int64, not negative; accepted is at most ``longest``.
     """
     reached = pre - nonnegative_quotient(pre, interval) * interval + accepted
-    left_over = reached - nonnegative_quotient(reached, interval) * interval
+    # Less than two intervals, except where one is shorter than a window: a quotient costs more than all the rest.
+    left_over = reached - interval
+    if interval < longest:
+        left_over = reached - nonnegative_quotient(reached, interval) * interval
     return tl.where(reached >= interval, accepted - left_over - 1, -1)
 
 
@@ -73,24 +76,22 @@ def commit_indices_kernel(
         - (rows * draft_token_num)[:, None]
     )
     accepted = tl.load(accept_lens_ptr + rows * accept_lens_stride, mask=in_batch, other=0).to(tl.int64)
-    fault_words = fault_ptr + tl.zeros([BLOCK_ROWS], tl.int64)
-    too_long = accepted > DEPTH
-    accept_len_bits = tl.full([BLOCK_ROWS], ACCEPT_LEN_MASK, tl.int64)
-    tl.atomic_or(fault_words, accept_len_bits, mask=too_long, sem="relaxed")
     live = (accepted > 0) & (accepted <= DEPTH)
+    fault_bits = tl.where(accepted > DEPTH, ACCEPT_LEN_MASK, 0).to(tl.int64)
     if HAS_SEQ_LENS:
         pre = tl.load(seq_lens_ptr + rows * seq_lens_stride, mask=in_batch, other=0).to(tl.int64)
-        seq_len_bits = tl.full([BLOCK_ROWS], SEQ_LEN_MASK, tl.int64)
-        tl.atomic_or(fault_words, seq_len_bits, mask=(accepted > 0) & (pre < 0), sem="relaxed")
+        fault_bits = fault_bits | tl.where((accepted > 0) & (pre < 0), SEQ_LEN_MASK, 0).to(tl.int64)
         live = live & (pre >= 0)
     accepted = tl.where(live, accepted, 0)
     # Picked from the tile, so that accept_index is read once.
     last = tl.sum(tl.where(entries[None, :] == (accepted - 1)[:, None], steps, 0), axis=1)
     tl.store(last_ptr + rows, tl.where(live, last, -1), mask=in_batch)
     if HAS_SEQ_LENS:
-        entry = completing_entry(tl.where(live, pre, 0), accepted, interval)
+        entry = completing_entry(tl.where(live, pre, 0), accepted, interval, DEPTH)
         track = tl.sum(tl.where(entries[None, :] == entry[:, None], steps, 0), axis=1)
         tl.store(track_ptr + rows, tl.where(live & (entry >= 0), track, -1), mask=in_batch)
+    # Last: nothing that follows in a program starts before what waits for its inputs has started.
+    tl.atomic_or(fault_ptr + tl.zeros([BLOCK_ROWS], tl.int64), fault_bits, mask=fault_bits != 0, sem="relaxed")
 
 
 def commit_indices_fused(

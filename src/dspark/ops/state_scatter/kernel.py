@@ -40,6 +40,8 @@ from dspark.ops.state_scatter.checks import SLOT_FAULT, SOURCE_FAULT, STEP_FAULT
 GPU_TILE = 4096
 GPU_WINDOW_TILE = 2048
 GPU_WARPS = 4
+# Words of an entry, and those of its last tile that are not there, as an int32 counts them.
+NARROW_WORDS = (1 << 31) - (1 << 24)
 INTERPRETER_TILE = 1 << 22
 # Track rows that a commit row compares with its slot at a time.
 GPU_ROWS = 128
@@ -104,6 +106,7 @@ def state_scatter_kernel(
     HAS_TRACK: tl.constexpr,
     TYPE_WORDS: tl.constexpr,
     INNER: tl.constexpr,
+    NARROW: tl.constexpr,
     WORD: tl.constexpr,
     ALIGNED_WORDS: tl.constexpr,
     ALIGNED_BYTES: tl.constexpr,
@@ -162,7 +165,8 @@ def state_scatter_kernel(
         step_stride = tl.load(type_ptr + 8).to(tl.int64)
         offset = word
         if INNER > 0:
-            outer = nonnegative_quotient(word, INNER)
+            # Of 32 bits where they hold every word: a 64-bit quotient costs more than the copy of what it finds.
+            outer = nonnegative_quotient(word.to(tl.int32) if NARROW else word, INNER)
             offset = outer * tl.load(type_ptr + 9).to(tl.int64)
             offset += (word - outer * INNER) * tl.load(type_ptr + 10).to(tl.int64)
         if commits:
@@ -262,6 +266,7 @@ def _launch(walk: Walk, types: list[tuple[int, ...]], pair: Pair, commit: RowSet
             HAS_TRACK=track is not None,
             TYPE_WORDS=table.shape[1],
             INNER=walk.inner,
+            NARROW=max(words[0] for words in types) <= NARROW_WORDS,
             WORD=tl.int16 if walk.word_bytes == 2 else tl.int32,
             ALIGNED_WORDS=walk.aligned_bytes // walk.word_bytes,
             ALIGNED_BYTES=walk.aligned_bytes,
