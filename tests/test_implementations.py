@@ -143,14 +143,14 @@ def ended(**changes: str) -> dict[str, str]:
             "test_rows[tree/B4]",
             {"what": "last of rows that accept nothing"},
             "choice",
-            "last of rows that accept nothing",
+            "last of rows that accept nothing: 1 of 2 elements, the first at index 0: 5",
         ),
         ("test_rows[F4-4-minus-one-is-negative]", {}, "unchecked", "last: another value"),
         (
             "test_rows[tree/B4]",
             {"outcome": "raised", "error": "IndexError: list\n0x7f1234567890"},
             "raises",
-            "IndexError",
+            "IndexError: list",
         ),
         ("test_rows[tree/B4]", {"outcome": "crashed", "message": "the process ended"}, "wrong", "the process ended"),
         ("test_rows[F4-4]", {"outcome": "crashed", "message": "the process ended"}, "unchecked", "the process ended"),
@@ -163,8 +163,7 @@ def ended(**changes: str) -> dict[str, str]:
 )
 def test_kinds_of_finding(name: str, changes: dict[str, str], kind: str, came: str) -> None:
     row = findings.finding(f"test_commit_indices.py::{name}", ended(**changes))
-    assert (row["kind"], row["came"].startswith(came)) == (kind, True)
-    assert "0x7f" not in row["came"]
+    assert (row["kind"], row["came"]) == (kind, came)
 
 
 def test_another_implementation_cannot_be_chosen_too_late() -> None:
