@@ -178,6 +178,20 @@ def test_another_implementation_cannot_be_chosen_too_late() -> None:
     assert "dspark's own functions are in use: table_qk_norm_rope_" in done.stdout
 
 
+def test_the_kernels_of_another_round_bf16_rightly(tmp_path: Path) -> None:
+    """The interpreter as shipped cuts fp32 to bf16: what it does wrong would be blamed on the implementation."""
+    (tmp_path / "toy_implementation.py").write_text(f"FAULT = ''\n{TOY}")
+    code = (
+        "from conformance.fixtures import implementations as i\n"
+        "from dspark import machine\n"
+        "i.choose('toy_implementation:toy')\n"
+        "print('lacks', machine.probe_interpreter_bf16())\n"
+    )
+    where = {**environment(tmp_path), "TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=where, capture_output=True, text=True)
+    assert done.stdout == "lacks ()\n", done.stderr
+
+
 def test_an_argument_with_the_value_that_it_defaults_to_asks_for_nothing_more() -> None:
     given: list[dict[str, object]] = []
 
