@@ -280,7 +280,7 @@ def test_cannot_be_described():
 
 def test_of_another_implementation(request):
     expect_equal(LABEL, "value", 1, 1)
-    row = {"op": "accept", "clause": "it holds", "came": "1", "need": "2", "choice": True}
+    row = {"op": "accept", "clause": "it holds", "came": "1", "need": "2", "input": "a stride", "kind": "choice"}
     request.node.user_properties.append(("finding", row))
     pytest.fail("accept: it holds: 1", pytrace=False)
 
@@ -331,7 +331,7 @@ def test_a_run_writes_what_it_found_with_workers_or_without(written: Any, suite:
         assert len(failed) == 5
         other = failed["test_of_another_implementation"]
         assert (other["op"], other["got"], other["need"]) == ("accept", "1", "2")
-        assert other["clause"] == "it holds (a choice, not a fault)"
+        assert other["clause"] == "it holds [choice]"
         assert failed["test_cannot_be_described"]["undescribed"].startswith("AssertionError: asked twice")
         assert (failed["test_many[3]"]["pattern"], failed["test_many[3]"]["first"]) == ("one row, 1", [1])
         assert failed["test_many[3]"]["rerun"] == "pytest 'conformance/cases/test_mixed.py::test_many[3]'"

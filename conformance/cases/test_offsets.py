@@ -8,18 +8,17 @@ import numpy as np
 import pytest
 import torch
 
-from dspark.ops import (
-    KVPoolTable,
-    compute_dflash_correct_drafts_and_bonus,
-    fused_accept_commit,
-    fused_kv_norm_rope_write,
-    table_qk_norm_rope_,
-)
+from dspark.ops import KVPoolTable, fused_accept_commit
 
 from ..fixtures import vast
 from ..fixtures.calls import accept, accept_commit, kv_write, qk_norm_rope
 from ..fixtures.calls.layout import bits_of
 from ..fixtures.guard import Arena, to_bits
+from ..fixtures.implementations.ops import (
+    compute_dflash_correct_drafts_and_bonus,
+    fused_kv_norm_rope_write,
+    table_qk_norm_rope_,
+)
 from ..fixtures.ledger import Label, expect_equal
 from ..fixtures.oracles.rotary import table_rows
 from ..fixtures.streams import Stream
@@ -128,7 +127,7 @@ def far_call(
     far = vast.place(*bits[argument], device)
     tensors[argument] = far.view
     table_qk_norm_rope_(
-        **tensors,  # type: ignore[arg-type]
+        **tensors,
         num_q_heads=1,
         num_k_heads=1,
         head_dim=4,
@@ -193,7 +192,7 @@ def far_kv_call(argument: str, strides: tuple[int, ...], path: str, device: torc
         far = vast.place(*plain[argument], strides, device)
         tensors[argument] = far.view
     fused_kv_norm_rope_write(
-        **tensors,  # type: ignore[arg-type]
+        **tensors,
         meta=KVPoolTable([k for k, _ in pools], [v for _, v in pools]),
         num_layers=3,
         kv_size=4,

@@ -7,16 +7,15 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from dspark.ops import (
-    fused_commit_track_indices,
-    fused_conv_window_scatter_multi,
-    fused_mamba_state_scatter_with_mask,
-)
-
 from ..fixtures import vast
 from ..fixtures.calls import commit_indices, state_scatter
 from ..fixtures.calls.state_scatter import Sizes, dense
 from ..fixtures.guard import Arena, to_bits
+from ..fixtures.implementations.ops import (
+    fused_commit_track_indices,
+    fused_conv_window_scatter_multi,
+    fused_mamba_state_scatter_with_mask,
+)
 from ..fixtures.ledger import Label, expect_equal
 from ..fixtures.oracles.state_scatter import RowSet, scattered
 from ..fixtures.streams import Stream
