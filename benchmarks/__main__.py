@@ -81,7 +81,7 @@ def heading(argv: Sequence[str]) -> dict[str, Any]:
     return {
         "kind": "bench",
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "command": " ".join(["dspark bench", *argv]),
+        "command": command(argv),
         "versions": versions,
     }
 
@@ -138,6 +138,11 @@ def on_cpu(arguments: argparse.Namespace, record: dict[str, Any]) -> int:
         if row["status"] != "ok":
             print(f"{row['op']}: {row.get('reason') or str(row['failures']) + ' cases failed'}", file=sys.stderr)
     return int(any(row["status"] != "ok" for row in record["suite"]))
+
+
+def command(argv: Sequence[str]) -> str:
+    """What was called, for a reader elsewhere: of a path its last part."""
+    return " ".join(["dspark bench", *(Path(word).name if "/" in word else word for word in argv)])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
