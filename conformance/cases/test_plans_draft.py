@@ -246,6 +246,26 @@ UNREAD: dict[str, Callable[[Rig], None]] = {
 }
 
 
+class DoublingNorm(RMSNorm):
+    """A norm that answers with another weight than it stores."""
+
+    def __getattr__(self, name: str) -> Any:
+        found: Any = super().__getattr__(name)
+        return 2 * found.detach() if name == "weight" else found
+
+
+def test_a_norm_is_asked_for_its_weight(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it stores is stacked, and what it answers is not: the fallback asks it, too."""
+    label = Label("kv_inject", "plans")
+    forget(monkeypatch)
+    draft = rig(arena.device)
+    good = draft.call()
+    setting(NORM, "__class__", DoublingNorm)(draft)
+    for turn in ("first", "second"):
+        expect_equal(label, f"path of the {turn} call", draft.call()[0][0][2], "eager")
+    expect_equal(label, "path before", good[0][0][2], "fused")
+
+
 @pytest.mark.parametrize("odd", UNREAD)
 def test_a_draft_that_is_not_read_is_served_as_well(odd: str, arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is remembered of it, and it is fused all the same."""

@@ -257,5 +257,5 @@ def test_rows_do_not_depend_on_the_tile(tile: Tile, arena: Arena, monkeypatch: p
     monkeypatch.setattr(kernel, "tile_for", lambda *_: tile)
     positions = np.arange(21) * 3
     positions[[4, 20]] = [64, -1]
-    case = small("tile", rows=21, heads=(9, 5), table_rows=64, positions=positions)
+    case = small("tile", rows=21, heads=(9, 5), table_rows=64, positions=positions, weight_gap=2)
     run(case.build(Stream(f"tile/{tile.elements}")), Label(OP, "fused"), arena, "fused")
