@@ -100,12 +100,12 @@ CHANGES = {
         "accept", "enable_fp_fusion=False", "enable_fp_fusion=True", "accept/inkling*", "sm_90", "contraction: launched"
     ),
     "another value in masked lanes": Change(
-        "kv_write", "mask=named, other=-1", "mask=named, other=0", KV, "sm_90", "load from locs_ptr: other is 0"
+        "kv_write", "mask=row_in_batch, other=-1", "mask=row_in_batch, other=0", KV, "sm_90", "load from locs_ptr: other is 0"
     ),
     "nothing said of masked lanes": Change(
         "norm_rope",
-        "second[None, None, :], mask=pair_live, other=0.0",
-        "second[None, None, :], mask=pair_live",
+        "second[None, None, :], mask=pair_read, other=0.0",
+        "second[None, None, :], mask=pair_read",
         QK,
         "sm_90",
         "load from qkv_ptr: nothing",
@@ -123,8 +123,8 @@ CHANGES = {
     ),
     "a position in 32 bits": Change(
         "kv_write",
-        "tl.load(positions_ptr + rows * positions_stride, mask=named, other=0).to(tl.int64)",
-        "tl.load(positions_ptr + rows * positions_stride, mask=named, other=0)",
+        "tl.load(positions_ptr + rows * positions_stride, mask=row_in_batch, other=0).to(tl.int64)",
+        "tl.load(positions_ptr + rows * positions_stride, mask=row_in_batch, other=0)",
         "kv_write/inkling-draft-tp8/*",
         "sm_90",
         "made of load from positions_ptr, table_stride",
