@@ -100,7 +100,12 @@ CHANGES = {
         "accept", "enable_fp_fusion=False", "enable_fp_fusion=True", "accept/inkling*", "sm_90", "contraction: launched"
     ),
     "another value in masked lanes": Change(
-        "kv_write", "mask=row_in_batch, other=-1", "mask=row_in_batch, other=0", KV, "sm_90", "load from locs_ptr: other is 0"
+        "kv_write",
+        "mask=row_in_batch, other=-1",
+        "mask=row_in_batch, other=0",
+        KV,
+        "sm_90",
+        "load from locs_ptr: other is 0",
     ),
     "nothing said of masked lanes": Change(
         "norm_rope",
