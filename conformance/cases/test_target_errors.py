@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import math
@@ -21,6 +22,7 @@ from ..fixtures.guard import to_bits
 from ..fixtures.lane import Lane
 from ..fixtures.ledger import Label, expect_equal, expect_raises
 from ..fixtures.sequences import tensors_of
+from ..fixtures.teacher_forced import BatchedInkling
 from ..fixtures.tiny_models import CONFIG, build_target
 
 LABEL = Label("target", "error")
@@ -178,6 +180,7 @@ CALLS: dict[str, tuple[tuple[str, ...], Callable[[_Call], object]]] = {
     "verify-of-flat-tokens": (("tokens", "(9,)", "(3, 3)"), lambda c: c.verify((9,))),
     "verify-with-other-lengths": (("seq_lens", "(2,)", "(3,)"), lambda c: c.verify(lens=(4, 4), counts=(3, 3))),
     "verify-with-lengths-of-one": (("lens", "(1,)", "(3,)"), lambda c: c.verify(lens=(4,), counts=(3,))),
+    "verify-with-one-count": (("lens: got shape (1,)", "(3,)"), lambda c: c.verify(counts=(3,))),
     "F1-9-verify-past-the-last-position": (("62 and 3", "row 1", "64"), lambda c: c.verify(lens=(4, 62, -1))),
     "verify-through-the-reserved-row": (("locs_table", "row 1"), lambda c: c.verify(table=c.table(1, 2, 0))),
     "verify-through-a-negative-row": (("locs_table", "-1", "row 0"), lambda c: c.verify(table=c.table(0, 6, -1))),
@@ -206,6 +209,33 @@ def test_the_calls_as_they_are(call: Callable[[_Call], Any]) -> None:
     expect_equal(LABEL, "ids", call(made).logits.shape[-1], 50)
     made.verify(table=made.table(0, 7, -1))
     made.decode(lens=(63, -1))
+
+
+def test_what_lies_in_columns_that_nobody_asks_for_is_not_looked_up_in_a_batch() -> None:
+    """As elsewhere than on the CPU: the row behind the pool, in the column after the window."""
+    made, other = _Call(), _Call()
+    for call in (made, other):
+        call.target = copy.copy(call.target)
+        call.target.__class__ = BatchedInkling
+    need = other.verify().logits
+    expect_equal(LABEL, "logits", made.verify(table=made.table(0, 7, 131)).logits.tolist(), need.tolist())
+
+
+def test_a_layer_returns_what_its_streams_were_given() -> None:
+    """K, V, the attention's output and the MLP's: what was added to the hidden row follows from the last two."""
+    target = _target()
+    layer: Any = target.layers[0]
+    hidden = torch.randn(2, 5, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+    output, _, inputs = layer(hidden, target.angles(5))
+    expect_equal(LABEL, "widths", tuple(stream.shape[-1] for stream in inputs), CONFIG.conv_dims)
+    added = hidden + layer.convs["attention"](inputs[2]).to(hidden.dtype)
+    added = added + layer.convs["mlp"](inputs[3]).to(hidden.dtype)
+    expect_equal(LABEL, "output", added.tolist(), output.tolist())
+
+
+def test_every_padded_row_may_be_an_id() -> None:
+    whole = InklingConfig(**vars(CONFIG) | {"vocab_size": CONFIG.padded_vocab_size})
+    expect_equal(LABEL, "ids", whole.vocab_size, 64)
 
 
 # --- Files -----------------------------------------------------------------------------------------------------------

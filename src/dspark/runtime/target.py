@@ -210,6 +210,8 @@ class TinyInkling(nn.Module):
         requests = cache.state_pool.requests
         if tokens.dim() != 2 or tokens.shape[0] != requests or tokens.shape[1] != cache.states.width:
             raise ValueError(f"tokens: got {tuple(tokens.shape)}, need {(requests, cache.states.width)} of the cache")
+        for name, lengths in (("seq_lens", seq_lens), ("lens", lens)):
+            arguments.require_shape(name, lengths, (requests,), "[R] of tokens")
         rows = torch.arange(requests, device=self.device)
         lens = torch.where(seq_lens < 0, 0, lens.to(torch.int64))
         output, inputs = self._rows(cache, rows, tokens, seq_lens, lens, locs_table)
@@ -229,7 +231,6 @@ class TinyInkling(nn.Module):
     ) -> tuple[TargetOutput, list[torch.Tensor]]:
         """Output ``[R, W, ...]`` of windows after the committed ones, and the stream inputs ``[L, R, W, dim]``."""
         arguments.require_shape("seq_lens", seq_lens, (tokens.shape[0],), "[R] of tokens")
-        arguments.require_shape("lens", lens, (tokens.shape[0],), "[R] of tokens")
         arguments.require_rank("locs_table", locs_table, 2)
         slots = cache.state_pool.state_indices[rows].clamp(min=0)
         windows = [cache.state_pool.layout.channels_first(conv)[:, slots] for conv in cache.state_pool.conv]
