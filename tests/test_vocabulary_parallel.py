@@ -21,4 +21,5 @@ def test_a_rank_that_differs_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(ranks, "__name__", "swapped_ranks")
     monkeypatch.setattr(ranks, "__file__", str(tmp_path / "a" / "b" / "ranks.py"))
     ended = ranks.run("gloo", tmp_path)
-    assert [(one.status, "logits in torch.bfloat16" in one.err) for one in ended] == [(1, True)] * 2, ended
+    # Not always 1: gloo's threads may abort a process whose peer has left before its error is raised to the end.
+    assert [(one.status != 0, "logits in torch.bfloat16" in one.err) for one in ended] == [(True, True)] * 2, ended

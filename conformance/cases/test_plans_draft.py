@@ -254,7 +254,7 @@ class DoublingNorm(RMSNorm):
         return 2 * found.detach() if name == "weight" else found
 
 
-def test_a_norm_is_asked_for_its_weight(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_draft_is_asked_for_the_weight_of_its_norms(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it stores is stacked, and what it answers is not: the fallback asks it, too."""
     label = Label("kv_inject", "plans")
     forget(monkeypatch)
