@@ -28,19 +28,9 @@ from ..fixtures.failures.broken import BrokenClauseError
 from ..fixtures.lane import Lane
 from ..fixtures.ledger import Label, expect_equal, expect_raises
 from ..fixtures.teacher_forced import BATCHED, EXACT, BatchedInkling, Decoded, Limits, Plain, Watched
-from ..fixtures.tiny_models import ScriptedDraft, randomise
+from ..fixtures.tiny_models import PROMPTS, ScriptedDraft, randomise
 
 OP = "worker"
-PROMPTS = (
-    b"    def __init__(",
-    b"import os\nimport ",
-    b"        if not isinst",
-    b"for i in range(",
-    b"    return self._",
-    b"class Test",
-    b"x",
-    b"try:\n    ",
-)
 DRAFTS = ("trained", "random", "wrong")
 
 

@@ -20,21 +20,11 @@ from dspark.runtime.worker import DSparkWorker
 
 from ..fixtures.lane import Lane
 from ..fixtures.ledger import Label, expect_equal
-from ..fixtures.tiny_models import ScriptedDraft, randomise
+from ..fixtures.tiny_models import PROMPTS, ScriptedDraft, randomise
 
 OP = "worker"
 LABEL = Label(OP, "eager")
 TOKENS = 24
-PROMPTS = (
-    b"    def __init__(",
-    b"import os\nimport ",
-    b"        if not isinst",
-    b"for i in range(",
-    b"    return self._",
-    b"class Test",
-    b"x",
-    b"try:\n    ",
-)
 pytestmark = [pytest.mark.lanes(Lane.INTERPRET), pytest.mark.usefixtures("quick")]
 
 
