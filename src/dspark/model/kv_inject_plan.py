@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from dspark.ops.kv_write import WritePlan
-from dspark.ops.plans import Plan, Plans
+from dspark.ops.plans import Plan, Plans, layouts
 
 _LAYER = ("q_size", "kv_size", "head_dim", "num_kv_heads", "layer_id", "k_scale", "v_scale", "rotary_emb")
 _of_layer = itemgetter(*_LAYER, "_modules")
@@ -79,8 +79,7 @@ def read(layers: Iterable[Any], pool: Any) -> Draft | None:
 def _read(layers: Iterable[Any], pool: Any) -> Draft | None:
     get_key, get_value, _ = pool.get_key_buffer, pool.get_value_buffer, pool.set_kv_buffer  # each must be there
     valid = getattr(pool, "valid_rows", None)
-    flags = None if valid is None else (type(valid), valid.shape, valid.dtype, valid.device)
-    facts: list[Any] = [(type(pool), int(getattr(pool, "reserved_rows", 0)), flags)]
+    facts: list[Any] = [(int(getattr(pool, "reserved_rows", 0)), layouts(valid))]
     first = shared = None
     weights, keys, values = [], [], []
     for layer in layers:
@@ -92,8 +91,8 @@ def _read(layers: Iterable[Any], pool: Any) -> Draft | None:
             first, shared, table, dim = layer, rotary, rotary.cos_sin_cache, rotary.rotary_dim
             facts += (
                 (type(q_size), type(kv_size), type(head_dim), type(eps), type(dim), dim),
-                (type(table), table.shape, table.stride(), table.dtype, table.device),
-                rotary.table_is_whole_effect,
+                layouts(table),
+                (rotary.table_is_whole_effect, type(rotary.is_neox_style), rotary.is_neox_style),
             )
         elif rotary is not shared:
             return None
@@ -167,14 +166,8 @@ def rows_key(
     lens: torch.Tensor | None,
     width: int | None,
 ) -> Hashable:
-    """All that the validation reads of the rows; None for what cannot be read."""
+    """All that the plan is made of, but the draft; None for what cannot be read."""
     try:
-        return (
-            (type(hidden), hidden.shape, hidden.dtype, hidden.device),
-            (type(positions), positions.shape, positions.dtype, positions.device),
-            (type(locs), locs.shape, locs.dtype, locs.device),
-            None if lens is None else (type(lens), lens.shape, lens.dtype, lens.device),
-            (width, type(width)),
-        )
+        return layouts(hidden, positions, locs, lens), width, type(width)
     except Exception:
         return None

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -12,6 +13,9 @@ import torch
 from dspark import machine
 
 _AS_IT_IS = nullcontext()
+
+WIDEST_ACCESS = 16
+"""Bytes that one thread of a GPU moves at most in one instruction, where address and strides are multiples of them."""
 
 
 def launching(device: torch.device) -> AbstractContextManager[object]:
@@ -25,6 +29,65 @@ def launching(device: torch.device) -> AbstractContextManager[object]:
     return _AS_IT_IS if device.index == torch.cuda.current_device() else torch.cuda.device(device)
 
 
+@dataclass(slots=True)
+class Launch:
+    """A launch of a kernel that calls share: all of it but the tensors.
+
+    kernel: a jit function whose parameters are tensors (or None), then ``numbers`` in their order, then ``constants``.
+    grid: at most three counts. options: Triton's own, e.g. ``num_warps``.
+
+    Triton specialises a kernel by the types of its arguments, the values of its numbers, and the addresses that 16
+    divides, and finds that out again at each launch: for 30 arguments, most of a call's time. Between calls that share
+    a launch only the addresses differ. So what was compiled for addresses that 16 divides is kept, and is launched at
+    once where 16 divides them all; any other call is Triton's to look at. The sharing calls must have tensors of the
+    same types and devices, of which the first that is compiled decides.
+    """
+
+    kernel: Any
+    grid: tuple[int, ...]
+    numbers: tuple[float, ...]
+    constants: dict[str, Any]
+    options: dict[str, Any]
+    _compiled: Callable[..., None] | None = field(default=None, init=False)
+    _rest: tuple[Any, ...] = field(default=(), init=False)
+
+    def __call__(self, device: torch.device, *tensors: torch.Tensor | None) -> None:
+        """Launch on ``tensors``, which are on ``device``."""
+        with launching(device):
+            compiled = self._compiled
+            if compiled is not None:
+                addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+                if _aligned(addresses):
+                    compiled(*addresses, *self._rest)
+                    return
+            self._specialised(tensors)
+
+    def _specialised(self, tensors: Sequence[torch.Tensor | None]) -> None:
+        memory = [_in_bytes(tensor) for tensor in tensors]
+        made = self.kernel[self.grid](*memory, *self.numbers, **self.constants, **self.options)
+        if machine.facts().interpreter or not _aligned([t.data_ptr() for t in memory if t is not None]):
+            return
+        from triton.compiler import CompiledKernel
+
+        if isinstance(made, CompiledKernel):  # a hook of Triton's cache may have kept it from compiling
+            names = self.kernel.arg_names[len(memory) + len(self.numbers) :]
+            self._rest = (*self.numbers, *[self.constants[name] for name in names])
+            self._compiled = made[(*self.grid, 1, 1)[:3]]
+
+
+def _aligned(addresses: Sequence[int | None]) -> bool:
+    """Whether :data:`WIDEST_ACCESS` divides every address."""
+    together = 0
+    for address in addresses:
+        together |= address or 0
+    return together % WIDEST_ACCESS == 0
+
+
+def _in_bytes(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """``tensor``; bools as the bytes that they are in memory, since Triton's own are bits."""
+    return tensor.view(torch.int8) if tensor is not None and tensor.dtype is torch.bool else tensor
+
+
 def power_of_two(count: int) -> int:
     """The smallest power of two that is not less than ``count``; Triton's own costs a microsecond a call."""
     return 1 << (count - 1).bit_length() if count > 1 else 1
@@ -33,10 +96,6 @@ def power_of_two(count: int) -> int:
 def blocks(count: int, size: int) -> int:
     """Programs of ``size`` that cover ``count``."""
     return -(-count // size)
-
-
-WIDEST_ACCESS = 16
-"""Bytes that one thread of a GPU moves at most in one instruction, where address and strides are multiples of them."""
 
 
 class Tile(NamedTuple):

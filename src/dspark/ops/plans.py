@@ -4,10 +4,10 @@ Whether a call is legal, which path may serve it, and numbers such as eps in fp3
 types, shapes, strides, dtypes and devices of tensors, numbers, and the machine. An operation writes all of that down as
 a key, and keeps what it found as a :class:`Plan` under that key. So
 
-- a key names everything that the validation reads, each number with its type (``True == 1 == 1.0`` are equal keys, and
-  a bool is refused), each tensor with its type (an array has a shape and a dtype, too);
+- a key names everything that the validation and the launch of a kernel read, each number with its type (``True == 1 ==
+  1.0`` are equal keys, and a bool is refused), each tensor with its type (an array has a shape and a dtype, too);
 - a plan holds no tensor of a caller: it would keep the memory alive;
-- what the validation does not read goes from the call to the computation, never from a plan;
+- what neither reads goes from the call to the computation, never from a plan;
 - a call that would be refused has no plan: it is validated each time, in the same order, with the same error;
 - a call with gradients to lose, and one whose arguments cannot be read, have no key.
 """
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 import torch
@@ -24,6 +24,7 @@ import torch
 from dspark import machine
 from dspark.dispatch import Decision
 from dspark.machine import MachineFacts
+from dspark.ops.launch import Launch
 
 LIMIT = 4096
 """Plans of one operation; with one more all are forgotten, so that lengths seen once do not fill memory for good."""
@@ -35,6 +36,13 @@ class Plan:
 
     machine: MachineFacts
     decision: Decision
+
+
+@dataclass(slots=True)
+class KernelPlan(Plan):
+    """launch: of the operation's kernel, found when a call takes the fused path. The key names all it is made of."""
+
+    launch: Launch | None = field(default=None, kw_only=True)
 
 
 P = TypeVar("P", bound=Plan)
@@ -62,6 +70,11 @@ class Plans(Generic[P]):
             with suppress(TypeError):
                 self._plans[key] = plan
         return plan
+
+
+def layouts(*tensors: torch.Tensor | None) -> Hashable:
+    """Type, shape, strides, dtype and device of each tensor, as part of a key; raises for what has none of them."""
+    return tuple([None if t is None else (type(t), t.shape, t.stride(), t.dtype, t.device) for t in tensors])
 
 
 def requires_grad(*tensors: torch.Tensor | None) -> bool:

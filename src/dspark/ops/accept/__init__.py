@@ -12,9 +12,9 @@ from dspark import dispatch, faults, machine
 from dspark.ops import arguments
 from dspark.ops.accept.checks import OP, Facts
 from dspark.ops.accept.eager import accept_eager
-from dspark.ops.plans import Plan, Plans
+from dspark.ops.plans import KernelPlan, Plans, layouts
 
-_plans: Plans[Plan] = Plans()
+_plans: Plans[KernelPlan] = Plans()
 
 
 def require_verify_window(
@@ -56,9 +56,11 @@ def compute_dflash_correct_drafts_and_bonus(
     """
     key = _key(candidates, target_predict, verify_lens)
     plan = _plans.find(key) or _plans.keep(key, _validated(candidates, target_predict, verify_lens))
-    taken = dispatch.take(plan.decision, path)
-    compute = _kernel().accept_fused if taken is dispatch.Path.FUSED else accept_eager
-    result: tuple[torch.Tensor, torch.Tensor] = compute(candidates, target_predict, verify_lens)
+    result: tuple[torch.Tensor, torch.Tensor]
+    if dispatch.take(plan.decision, path) is dispatch.Path.FUSED:
+        result = _kernel().accept_fused(plan, candidates, target_predict, verify_lens)
+    else:
+        result = accept_eager(candidates, target_predict, verify_lens)
     faults.finish(candidates.device)
     return result
 
@@ -71,21 +73,15 @@ def _kernel() -> ModuleType:
 
 
 def _key(candidates: torch.Tensor, target_predict: torch.Tensor, verify_lens: torch.Tensor | None) -> Hashable:
-    """All that :func:`_validated` reads; None for what cannot be read."""
+    """All that the plan is made of; None for what cannot be read."""
     try:
-        return (
-            (type(candidates), candidates.shape, candidates.dtype, candidates.device),
-            (type(target_predict), target_predict.shape, target_predict.dtype, target_predict.device),
-            None
-            if verify_lens is None
-            else (type(verify_lens), verify_lens.shape, verify_lens.dtype, verify_lens.device),
-        )
+        return layouts(candidates, target_predict, verify_lens)
     except Exception:
         return None
 
 
-def _validated(candidates: torch.Tensor, target_predict: torch.Tensor, verify_lens: torch.Tensor | None) -> Plan:
+def _validated(candidates: torch.Tensor, target_predict: torch.Tensor, verify_lens: torch.Tensor | None) -> KernelPlan:
     _, width = require_verify_window(candidates, target_predict, verify_lens)
     arguments.require_one_device(candidates=candidates, target_predict=target_predict, verify_lens=verify_lens)
     facts = Facts(machine.facts(), candidates.device.type, width)
-    return Plan(facts.machine, dispatch.decide(OP, facts))
+    return KernelPlan(facts.machine, dispatch.decide(OP, facts))

@@ -19,7 +19,8 @@ import triton.language as tl
 
 from dspark import faults
 from dspark.ops.accept.checks import VERIFY_LEN_FAULT
-from dspark.ops.launch import blocks, launching, power_of_two, tile_elements, warps_for
+from dspark.ops.launch import Launch, blocks, power_of_two, tile_elements, warps_for
+from dspark.ops.plans import KernelPlan
 
 # Elements per program. The interpreter pays per program, a GPU wants many programs of one warp.
 GPU_TILE = 128
@@ -121,34 +122,39 @@ def accept_kernel(
 
 
 def accept_fused(
-    candidates: torch.Tensor, target_predict: torch.Tensor, verify_lens: torch.Tensor | None
+    plan: KernelPlan, candidates: torch.Tensor, target_predict: torch.Tensor, verify_lens: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See :func:`dspark.ops.compute_dflash_correct_drafts_and_bonus`; arguments are validated and eligible."""
+    """See :func:`dspark.ops.compute_dflash_correct_drafts_and_bonus`; ``plan`` is that of the arguments, eligible."""
+    batch, device = candidates.shape[0], candidates.device
+    correct = torch.empty(batch, dtype=torch.int32, device=device)
+    bonus = torch.empty(batch, dtype=torch.int64, device=device)
+    launch = plan.launch
+    if launch is None:
+        launch = plan.launch = _launch(candidates, target_predict, verify_lens)
+    launch(device, candidates, target_predict, verify_lens, correct, bonus, faults.word(device))
+    return correct, bonus
+
+
+def _launch(candidates: torch.Tensor, target_predict: torch.Tensor, verify_lens: torch.Tensor | None) -> Launch:
     batch, width = candidates.shape
-    correct = torch.empty(batch, dtype=torch.int32, device=candidates.device)
-    bonus = torch.empty(batch, dtype=torch.int64, device=candidates.device)
     block_width = power_of_two(width)
     tile = tile_elements(GPU_TILE, INTERPRETER_TILE)
     block_rows = max(1, min(tile // block_width, power_of_two(batch)))
-    fault_word = faults.word(candidates.device)
-    with launching(candidates.device):
-        accept_kernel[(blocks(batch, block_rows),)](
-            candidates,
-            target_predict,
-            verify_lens,
-            correct,
-            bonus,
-            fault_word,
+    return Launch(
+        accept_kernel,
+        (blocks(batch, block_rows),),
+        (
             batch,
             *candidates.stride(),
             *target_predict.stride(),
             verify_lens.stride(0) if verify_lens is not None else 0,
-            WIDTH=width,
-            BLOCK_ROWS=block_rows,
-            BLOCK_WIDTH=block_width,
-            HAS_VERIFY_LENS=verify_lens is not None,
-            FAULT_MASK=VERIFY_LEN_FAULT,
-            num_warps=warps_for(block_rows * block_width),
-            enable_fp_fusion=False,
-        )
-    return correct, bonus
+        ),
+        {
+            "WIDTH": width,
+            "BLOCK_ROWS": block_rows,
+            "BLOCK_WIDTH": block_width,
+            "HAS_VERIFY_LENS": verify_lens is not None,
+            "FAULT_MASK": VERIFY_LEN_FAULT,
+        },
+        {"num_warps": warps_for(block_rows * block_width), "enable_fp_fusion": False},
+    )

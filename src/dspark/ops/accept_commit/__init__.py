@@ -16,9 +16,9 @@ from dspark.ops.accept_commit.checks import OP
 from dspark.ops.accept_commit.eager import accept_commit_eager
 from dspark.ops.accept_commit.result import AcceptCommit
 from dspark.ops.commit_indices import require_interval
-from dspark.ops.plans import Plan, Plans
+from dspark.ops.plans import KernelPlan, Plans, layouts
 
-_plans: Plans[Plan] = Plans()
+_plans: Plans[KernelPlan] = Plans()
 
 
 def fused_accept_commit(
@@ -51,9 +51,11 @@ def fused_accept_commit(
     call = (candidates, target_predict, seq_lens, verify_lens, eos_ids, mamba_track_interval)
     key = _key(*call)
     plan = _plans.find(key) or _plans.keep(key, _validated(*call))
-    taken = dispatch.take(plan.decision, path)
-    compute = _kernel().accept_commit_fused if taken is dispatch.Path.FUSED else accept_commit_eager
-    result: AcceptCommit = compute(*call)
+    result: AcceptCommit
+    if dispatch.take(plan.decision, path) is dispatch.Path.FUSED:
+        result = _kernel().accept_commit_fused(plan, *call)
+    else:
+        result = accept_commit_eager(*call)
     faults.finish(candidates.device)
     return result
 
@@ -73,18 +75,10 @@ def _key(
     eos_ids: torch.Tensor | None,
     mamba_track_interval: int | None,
 ) -> Hashable:
-    """All that :func:`_validated` reads; None for what cannot be read."""
+    """All that the plan is made of; None for what cannot be read."""
     try:
-        return (
-            (type(candidates), candidates.shape, candidates.dtype, candidates.device),
-            (type(target_predict), target_predict.shape, target_predict.dtype, target_predict.device),
-            (type(seq_lens), seq_lens.shape, seq_lens.dtype, seq_lens.device),
-            None
-            if verify_lens is None
-            else (type(verify_lens), verify_lens.shape, verify_lens.dtype, verify_lens.device),
-            None if eos_ids is None else (type(eos_ids), eos_ids.shape, eos_ids.dtype, eos_ids.device),
-            (mamba_track_interval, type(mamba_track_interval)),
-        )
+        tensors = layouts(candidates, target_predict, seq_lens, verify_lens, eos_ids)
+        return tensors, mamba_track_interval, type(mamba_track_interval)
     except Exception:
         return None
 
@@ -96,7 +90,7 @@ def _validated(
     verify_lens: torch.Tensor | None,
     eos_ids: torch.Tensor | None,
     mamba_track_interval: int | None,
-) -> Plan:
+) -> KernelPlan:
     batch, width = require_verify_window(candidates, target_predict, verify_lens)
     arguments.require_shape("seq_lens", seq_lens, (batch,), "[B] of candidates")
     arguments.require_dtype("seq_lens", seq_lens, arguments.INDEX_DTYPES)
@@ -113,7 +107,7 @@ def _validated(
         eos_ids=eos_ids,
     )
     facts = Facts(machine.facts(), candidates.device.type, width)
-    return Plan(facts.machine, dispatch.decide(OP, facts))
+    return KernelPlan(facts.machine, dispatch.decide(OP, facts))
 
 
 __all__ = ["AcceptCommit", "fused_accept_commit"]

@@ -22,7 +22,8 @@ from dspark.ops.accept.kernel import accept_window
 from dspark.ops.accept_commit.checks import VERIFY_LEN_FAULT
 from dspark.ops.accept_commit.result import AcceptCommit
 from dspark.ops.commit_indices.kernel import completing_entry
-from dspark.ops.launch import blocks, launching, power_of_two, tile_elements, warps_for
+from dspark.ops.launch import Launch, blocks, power_of_two, tile_elements, warps_for
+from dspark.ops.plans import KernelPlan
 
 # Elements per program. The interpreter pays per program, a GPU wants many programs of one warp.
 GPU_TILE = 128
@@ -105,6 +106,7 @@ def accept_commit_kernel(
 
 
 def accept_commit_fused(
+    plan: KernelPlan,
     candidates: torch.Tensor,
     target_predict: torch.Tensor,
     seq_lens: torch.Tensor,
@@ -112,30 +114,36 @@ def accept_commit_fused(
     eos_ids: torch.Tensor | None,
     interval: int | None,
 ) -> AcceptCommit:
-    """See :func:`dspark.ops.fused_accept_commit`; arguments are validated and eligible."""
-    batch, width = candidates.shape
-    device = candidates.device
+    """See :func:`dspark.ops.fused_accept_commit`; ``plan`` is that of the arguments, eligible."""
+    batch, device = candidates.shape[0], candidates.device
     correct = torch.empty(batch, dtype=torch.int32, device=device)
     bonus, commit_lens, new_seq_lens, last = (torch.empty(batch, dtype=torch.int64, device=device) for _ in range(4))
     track = None if interval is None else torch.empty(batch, dtype=torch.int64, device=device)
+    launch = plan.launch
+    if launch is None:
+        launch = plan.launch = _launch(candidates, target_predict, seq_lens, verify_lens, eos_ids, interval)
+    inputs = (candidates, target_predict, seq_lens, verify_lens, eos_ids)
+    outputs = AcceptCommit(correct, bonus, commit_lens, new_seq_lens, last, track)
+    launch(device, *inputs, *outputs, faults.word(device))
+    return outputs
+
+
+def _launch(
+    candidates: torch.Tensor,
+    target_predict: torch.Tensor,
+    seq_lens: torch.Tensor,
+    verify_lens: torch.Tensor | None,
+    eos_ids: torch.Tensor | None,
+    interval: int | None,
+) -> Launch:
+    batch, width = candidates.shape
     block_width = power_of_two(width)
     tile = tile_elements(GPU_TILE, INTERPRETER_TILE)
     block_rows = max(1, min(tile // block_width, power_of_two(batch)))
-    fault_word = faults.word(device)
-    with launching(device):
-        accept_commit_kernel[(blocks(batch, block_rows),)](
-            candidates,
-            target_predict,
-            seq_lens,
-            verify_lens,
-            eos_ids,
-            correct,
-            bonus,
-            commit_lens,
-            new_seq_lens,
-            last,
-            track,
-            fault_word,
+    return Launch(
+        accept_commit_kernel,
+        (blocks(batch, block_rows),),
+        (
             batch,
             eos_ids.numel() if eos_ids is not None else 0,
             interval if interval is not None else 1,
@@ -144,14 +152,15 @@ def accept_commit_fused(
             seq_lens.stride(0),
             verify_lens.stride(0) if verify_lens is not None else 0,
             eos_ids.stride(0) if eos_ids is not None else 0,
-            WIDTH=width,
-            BLOCK_ROWS=block_rows,
-            BLOCK_WIDTH=block_width,
-            HAS_VERIFY_LENS=verify_lens is not None,
-            HAS_EOS_IDS=eos_ids is not None,
-            HAS_TRACK=interval is not None,
-            FAULT_MASK=VERIFY_LEN_FAULT,
-            num_warps=warps_for(block_rows * block_width),
-            enable_fp_fusion=False,
-        )
-    return AcceptCommit(correct, bonus, commit_lens, new_seq_lens, last, track)
+        ),
+        {
+            "WIDTH": width,
+            "BLOCK_ROWS": block_rows,
+            "BLOCK_WIDTH": block_width,
+            "HAS_VERIFY_LENS": verify_lens is not None,
+            "HAS_EOS_IDS": eos_ids is not None,
+            "HAS_TRACK": interval is not None,
+            "FAULT_MASK": VERIFY_LEN_FAULT,
+        },
+        {"num_warps": warps_for(block_rows * block_width), "enable_fp_fusion": False},
+    )

@@ -12,12 +12,12 @@ from dspark import dispatch, faults, machine
 from dspark.ops import arguments
 from dspark.ops.commit_indices.checks import OP, Facts
 from dspark.ops.commit_indices.eager import commit_indices_eager
-from dspark.ops.plans import Plan, Plans
+from dspark.ops.plans import KernelPlan, Plans, layouts
 
 MAX_INTERVAL = 1 << 62
 """The sum of a remainder and an accepted length stays below 2^63."""
 
-_plans: Plans[Plan] = Plans()
+_plans: Plans[KernelPlan] = Plans()
 
 
 def require_interval(interval: int) -> None:
@@ -57,10 +57,12 @@ def fused_commit_track_indices(
     key = _key(*call)
     plan = _plans.find(key) or _plans.keep(key, _validated(*call))
     taken = dispatch.take(plan.decision, path)
-    compute = _kernel().commit_indices_fused if taken is dispatch.Path.FUSED else commit_indices_eager
-    interval = 1 if seq_lens is None else mamba_track_interval
+    inputs = (accept_index, accept_lens, seq_lens, draft_token_num, 1 if seq_lens is None else mamba_track_interval)
     result: tuple[torch.Tensor, torch.Tensor | None]
-    result = compute(accept_index, accept_lens, seq_lens, draft_token_num, interval)
+    if taken is dispatch.Path.FUSED:
+        result = _kernel().commit_indices_fused(plan, *inputs)
+    else:
+        result = commit_indices_eager(*inputs)
     faults.finish(accept_index.device)
     return result
 
@@ -79,14 +81,10 @@ def _key(
     draft_token_num: int,
     mamba_track_interval: int,
 ) -> Hashable:
-    """All that :func:`_validated` reads; None for what cannot be read."""
+    """All that the plan is made of; None for what cannot be read."""
     try:
-        return (
-            (type(accept_index), accept_index.shape, accept_index.dtype, accept_index.device),
-            (type(accept_lens), accept_lens.shape, accept_lens.dtype, accept_lens.device),
-            None if seq_lens is None else (type(seq_lens), seq_lens.shape, seq_lens.dtype, seq_lens.device),
-            (draft_token_num, type(draft_token_num), mamba_track_interval, type(mamba_track_interval)),
-        )
+        numbers = (draft_token_num, type(draft_token_num), mamba_track_interval, type(mamba_track_interval))
+        return layouts(accept_index, accept_lens, seq_lens), numbers
     except Exception:
         return None
 
@@ -97,7 +95,7 @@ def _validated(
     seq_lens: torch.Tensor | None,
     draft_token_num: int,
     mamba_track_interval: int,
-) -> Plan:
+) -> KernelPlan:
     arguments.require_rank("accept_index", accept_index, 2)
     batch, depth = accept_index.shape
     arguments.require_shape("accept_lens", accept_lens, (batch,), "[B] of accept_index")
@@ -111,4 +109,4 @@ def _validated(
     arguments.require_one_device(**tensors)
     arguments.require_int("draft_token_num", draft_token_num, 1)
     facts = Facts(machine.facts(), accept_index.device.type, depth)
-    return Plan(facts.machine, dispatch.decide(OP, facts))
+    return KernelPlan(facts.machine, dispatch.decide(OP, facts))

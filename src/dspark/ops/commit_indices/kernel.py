@@ -21,7 +21,8 @@ import triton.language as tl
 from dspark import faults
 from dspark.ops.commit_indices.checks import ACCEPT_LEN_FAULT, SEQ_LEN_FAULT
 from dspark.ops.index_math.kernel import nonnegative_quotient
-from dspark.ops.launch import blocks, launching, power_of_two, tile_elements, warps_for
+from dspark.ops.launch import Launch, blocks, power_of_two, tile_elements, warps_for
+from dspark.ops.plans import KernelPlan
 
 # Elements per program. The interpreter pays per program, a GPU wants many programs of one warp.
 GPU_TILE = 128
@@ -95,43 +96,54 @@ def commit_indices_kernel(
 
 
 def commit_indices_fused(
+    plan: KernelPlan,
     accept_index: torch.Tensor,
     accept_lens: torch.Tensor,
     seq_lens: torch.Tensor | None,
     draft_token_num: int,
     interval: int,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """See :func:`dspark.ops.fused_commit_track_indices`; arguments are validated and eligible."""
+    """See :func:`dspark.ops.fused_commit_track_indices`; ``plan`` is that of the arguments, eligible."""
+    batch, device = accept_index.shape[0], accept_index.device
+    last = torch.empty(batch, dtype=torch.int64, device=device)
+    track = None if seq_lens is None else torch.empty(batch, dtype=torch.int64, device=device)
+    if batch:
+        launch = plan.launch
+        if launch is None:
+            launch = plan.launch = _launch(accept_index, accept_lens, seq_lens, draft_token_num, interval)
+        launch(device, accept_index, accept_lens, seq_lens, last, track, faults.word(device))
+    return last, track
+
+
+def _launch(
+    accept_index: torch.Tensor,
+    accept_lens: torch.Tensor,
+    seq_lens: torch.Tensor | None,
+    draft_token_num: int,
+    interval: int,
+) -> Launch:
     batch, depth = accept_index.shape
-    last = torch.empty(batch, dtype=torch.int64, device=accept_index.device)
-    track = None if seq_lens is None else torch.empty(batch, dtype=torch.int64, device=accept_index.device)
-    if batch == 0:
-        return last, track
     block_depth = power_of_two(max(depth, 1))
     tile = tile_elements(GPU_TILE, INTERPRETER_TILE)
     block_rows = max(1, min(tile // block_depth, power_of_two(batch)))
-    fault_word = faults.word(accept_index.device)
-    with launching(accept_index.device):
-        commit_indices_kernel[(blocks(batch, block_rows),)](
-            accept_index,
-            accept_lens,
-            seq_lens,
-            last,
-            track,
-            fault_word,
+    return Launch(
+        commit_indices_kernel,
+        (blocks(batch, block_rows),),
+        (
             batch,
             draft_token_num,
             interval,
             *accept_index.stride(),
             accept_lens.stride(0),
             seq_lens.stride(0) if seq_lens is not None else 0,
-            DEPTH=depth,
-            HAS_SEQ_LENS=seq_lens is not None,
-            BLOCK_ROWS=block_rows,
-            BLOCK_DEPTH=block_depth,
-            ACCEPT_LEN_MASK=ACCEPT_LEN_FAULT,
-            SEQ_LEN_MASK=SEQ_LEN_FAULT,
-            num_warps=warps_for(block_rows * block_depth),
-            enable_fp_fusion=False,
-        )
-    return last, track
+        ),
+        {
+            "DEPTH": depth,
+            "HAS_SEQ_LENS": seq_lens is not None,
+            "BLOCK_ROWS": block_rows,
+            "BLOCK_DEPTH": block_depth,
+            "ACCEPT_LEN_MASK": ACCEPT_LEN_FAULT,
+            "SEQ_LEN_MASK": SEQ_LEN_FAULT,
+        },
+        {"num_warps": warps_for(block_rows * block_depth), "enable_fp_fusion": False},
+    )

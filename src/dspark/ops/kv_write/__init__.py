@@ -13,12 +13,12 @@ from dspark import dispatch, faults, machine
 from dspark.ops import arguments
 from dspark.ops.kv_write.checks import OP, Facts
 from dspark.ops.kv_write.eager import RowRules, kv_write_eager
-from dspark.ops.plans import Plan, Plans, requires_grad
+from dspark.ops.plans import KernelPlan, Plans, layouts, requires_grad
 from dspark.ops.pool_table import KVPoolTable
 
 
 @dataclass(slots=True)
-class WritePlan(Plan):
+class WritePlan(KernelPlan):
     """eps: in fp32. pool_rows: S, or None where there is no bound. empty: there is nothing to write.
 
     pools: the pointer table of the pools' addresses, which are part of the key; None until a fused call needs it, since
@@ -79,7 +79,7 @@ def fused_kv_norm_rope_write(
     """
     tensors = (kv, meta, k_norm_weights, cos_sin_cache, positions, locs, commit_lens)
     call = (*tensors, num_layers, kv_size, head_dim, eps, locs_row_width, rotary_dim, pool_rows, reserved_rows)
-    key = _key(*call)
+    key = _key(*call, is_neox_style)
     plan = _plans.find(key) or _plans.keep(key, validated(*call))
     write(plan, *tensors, locs_row_width, kv_size, head_dim, is_neox_style, reserved_rows, path)
 
@@ -117,7 +117,7 @@ def write(
         else:
             # What it points at is not known here, so nothing but an element's own alignment is promised.
             pools, valid, aligned = meta, None, kv.element_size()
-        _kernel().kv_write_fused(kv, pools, k_norm_weights, cos_sin_cache, rules, *shape, valid, aligned)
+        _kernel().kv_write_fused(plan, kv, pools, k_norm_weights, cos_sin_cache, rules, *shape, valid, aligned)
     else:
         assert isinstance(meta, KVPoolTable)  # the check pools-by-pointer refuses the other
         kv_write_eager(kv, meta, k_norm_weights, cos_sin_cache, rules, *shape)
@@ -141,30 +141,21 @@ def _key(
     lens: torch.Tensor | None,
     *numbers: float | None,
 ) -> Hashable:
-    """All that :func:`validated` reads, and the pools' addresses; None for what cannot be read, or loses a gradient."""
+    """All that the plan is made of; None for what cannot be read, or loses a gradient."""
     try:
         if torch.is_grad_enabled() and requires_grad(kv, weights, table, positions, locs, lens, *_pool_tensors(meta)):
             return None
-        return (
-            (type(kv), kv.shape, kv.stride(), kv.dtype, kv.device),
-            _pool_key(meta),
-            (type(weights), weights.shape, weights.dtype, weights.device),
-            (type(table), table.shape, table.stride(), table.dtype, table.device),
-            (type(positions), positions.shape, positions.dtype, positions.device),
-            (type(locs), locs.shape, locs.dtype, locs.device),
-            None if lens is None else (type(lens), lens.shape, lens.dtype, lens.device),
-            numbers,
-            tuple(map(type, numbers)),
-        )
+        tensors = layouts(kv, weights, table, positions, locs, lens)
+        return tensors, _pool_key(meta), numbers, tuple(map(type, numbers))
     except Exception:
         return None
 
 
 def _pool_key(meta: KVPoolTable | torch.Tensor) -> Hashable:
     if not isinstance(meta, KVPoolTable):
-        return type(meta), meta.shape, meta.stride(), meta.dtype, meta.device
+        return layouts(meta)
     first = meta.keys[0]  # without layers there is nothing to write, and no key
-    return first.shape, first.device, meta.layout()
+    return first.shape, first.device, meta.layout(), layouts(meta.valid)
 
 
 def validated(

@@ -24,8 +24,9 @@ from dspark import faults
 from dspark.ops.index_math.kernel import nonnegative_quotient
 from dspark.ops.kv_write.checks import LOC_FAULT, POSITION_FAULT
 from dspark.ops.kv_write.eager import RowRules
-from dspark.ops.launch import Tile, blocks, launching, power_of_two, tile_for
+from dspark.ops.launch import Launch, Tile, blocks, power_of_two, tile_for
 from dspark.ops.norm_rope.kernel import norm_rotate_heads
+from dspark.ops.plans import KernelPlan
 
 # Of 35 tried on an H200 (5 layers, 8 heads of 128): within 4 % of the best from 1 to 16,384 rows. Stores that make room
 # first, which gain 10 % where rows are written in place, gain nothing where they are scattered.
@@ -145,6 +146,7 @@ def kv_write_kernel(
 
 
 def kv_write_fused(
+    plan: KernelPlan,
     kv: torch.Tensor,
     pools: torch.Tensor,
     k_norm_weights: torch.Tensor,
@@ -157,12 +159,34 @@ def kv_write_fused(
     valid: torch.Tensor | None,
     aligned_bytes: int,
 ) -> None:
-    """See :func:`dspark.ops.fused_kv_norm_rope_write`; arguments are validated, eligible and not empty.
+    """See :func:`dspark.ops.fused_kv_norm_rope_write`; ``plan`` is that of the arguments, eligible and not empty.
 
     pools: the int64 ``[L, 4]`` pointer table on the device of ``kv``. valid: of the pool table, if it has one.
     aligned_bytes: a power of two that divides every address of ``pools``, and every row stride in bytes.
     """
-    num_layers, tokens, num_heads = pools.shape[0], rules.locs.numel(), kv_size // head_dim
+    launch = plan.launch
+    if launch is None:
+        sizes = (pools.shape[0], kv_size, head_dim, eps, is_neox_style)
+        launch = plan.launch = _launch(kv, k_norm_weights, cos_sin_cache, rules, *sizes, valid, aligned_bytes)
+    inputs = (kv, pools, k_norm_weights, cos_sin_cache, rules.positions, rules.locs, rules.commit_lens)
+    device = kv.device
+    launch(device, *inputs, valid, faults.word(device))
+
+
+def _launch(
+    kv: torch.Tensor,
+    k_norm_weights: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    rules: RowRules,
+    num_layers: int,
+    kv_size: int,
+    head_dim: int,
+    eps: float,
+    is_neox_style: bool,
+    valid: torch.Tensor | None,
+    aligned_bytes: int,
+) -> Launch:
+    tokens, num_heads = rules.locs.numel(), kv_size // head_dim
     half = cos_sin_cache.shape[1] // 2
     passed = head_dim - 2 * half
     widest = power_of_two(num_heads)
@@ -172,18 +196,10 @@ def kv_write_fused(
     block_tokens = max(1, min(block_tokens, power_of_two(tokens)))
     layer_stride, token_stride = (kv.stride(0), kv.stride(1)) if kv.dim() == 3 else (2 * kv_size, kv.stride(0))
     commit_lens = rules.commit_lens
-    fault_word = faults.word(kv.device)
-    with launching(kv.device):
-        kv_write_kernel[(blocks(tokens, block_tokens), blocks(num_heads, block_heads), num_layers)](
-            kv,
-            pools,
-            k_norm_weights,
-            cos_sin_cache,
-            rules.positions,
-            rules.locs,
-            commit_lens,
-            valid.view(torch.int8) if valid is not None else None,
-            fault_word,
+    return Launch(
+        kv_write_kernel,
+        (blocks(tokens, block_tokens), blocks(num_heads, block_heads), num_layers),
+        (
             tokens,
             rules.row_width or 1,
             rules.pool_rows or 0,
@@ -198,22 +214,24 @@ def kv_write_fused(
             commit_lens.stride(0) if commit_lens is not None else 0,
             valid.stride(0) if valid is not None else 0,
             eps,
-            NUM_HEADS=num_heads,
-            HEAD_DIM=head_dim,
-            HALF=half,
-            PASSED=passed,
-            NEOX=is_neox_style,
-            HAS_COMMIT_LENS=commit_lens is not None,
-            HAS_POOL_ROWS=rules.pool_rows is not None,
-            HAS_VALID=valid is not None,
-            BLOCK_TOKENS=block_tokens,
-            BLOCK_HEADS=block_heads,
-            BLOCK_HALF=power_of_two(half),
-            BLOCK_PASSED=power_of_two(max(passed, 1)),
-            BLOCK_DIM=power_of_two(head_dim),
-            ALIGNED_BYTES=aligned_bytes,
-            LOC_FAULT_MASK=LOC_FAULT,
-            POSITION_FAULT_MASK=POSITION_FAULT,
-            num_warps=tile.warps,
-            enable_fp_fusion=FP_CONTRACTION,
-        )
+        ),
+        {
+            "NUM_HEADS": num_heads,
+            "HEAD_DIM": head_dim,
+            "HALF": half,
+            "PASSED": passed,
+            "NEOX": is_neox_style,
+            "HAS_COMMIT_LENS": commit_lens is not None,
+            "HAS_POOL_ROWS": rules.pool_rows is not None,
+            "HAS_VALID": valid is not None,
+            "BLOCK_TOKENS": block_tokens,
+            "BLOCK_HEADS": block_heads,
+            "BLOCK_HALF": power_of_two(half),
+            "BLOCK_PASSED": power_of_two(max(passed, 1)),
+            "BLOCK_DIM": power_of_two(head_dim),
+            "ALIGNED_BYTES": aligned_bytes,
+            "LOC_FAULT_MASK": LOC_FAULT,
+            "POSITION_FAULT_MASK": POSITION_FAULT,
+        },
+        {"num_warps": tile.warps, "enable_fp_fusion": FP_CONTRACTION},
+    )

@@ -11,13 +11,13 @@ import torch
 
 from dspark import dispatch, faults, machine
 from dspark.ops import arguments
-from dspark.ops.plans import Plan, Plans, requires_grad
+from dspark.ops.plans import KernelPlan, Plans, layouts, requires_grad
 from dspark.ops.qk_norm_rope.checks import OP, Facts
 from dspark.ops.qk_norm_rope.eager import qk_norm_rope_eager
 
 
 @dataclass(slots=True)
-class _Plan(Plan):
+class _Plan(KernelPlan):
     """q_eps, k_eps: in fp32. rotary_dim: R. empty: there is no Q or K head of any row."""
 
     q_eps: float
@@ -60,13 +60,17 @@ def table_qk_norm_rope_(
     """
     tensors = (qkv, positions, q_weight, k_weight, cos_sin_cache)
     call = (*tensors, num_q_heads, num_k_heads, head_dim, eps, k_eps, rotary_dim)
-    key = _key(*call)
+    key = _key(*call, is_neox_style)
     plan = _plans.find(key) or _plans.keep(key, _validated(*call))
     taken = dispatch.take(plan.decision, path)
     if plan.empty:
         return
-    compute = _kernel().qk_norm_rope_fused if taken is dispatch.Path.FUSED else qk_norm_rope_eager
-    compute(*tensors, num_q_heads, num_k_heads, head_dim, plan.q_eps, plan.k_eps, plan.rotary_dim, is_neox_style)
+    heads = (num_q_heads, num_k_heads, head_dim)
+    inputs = (*tensors, *heads, plan.q_eps, plan.k_eps, plan.rotary_dim, is_neox_style)
+    if taken is dispatch.Path.FUSED:
+        _kernel().qk_norm_rope_fused(plan, *inputs)
+    else:
+        qk_norm_rope_eager(*inputs)
     faults.finish(qkv.device)
 
 
@@ -85,19 +89,11 @@ def _key(
     table: torch.Tensor,
     *numbers: float | None,
 ) -> Hashable:
-    """All that :func:`_validated` reads; None for what cannot be read, or would lose a gradient."""
+    """All that the plan is made of; None for what cannot be read, or would lose a gradient."""
     try:
         if torch.is_grad_enabled() and requires_grad(qkv, positions, q_weight, k_weight, table):
             return None
-        return (
-            (type(qkv), qkv.shape, qkv.stride(), qkv.dtype, qkv.device),
-            (type(positions), positions.shape, positions.dtype, positions.device),
-            (type(q_weight), q_weight.shape, q_weight.dtype, q_weight.device),
-            (type(k_weight), k_weight.shape, k_weight.dtype, k_weight.device),
-            (type(table), table.shape, table.stride(), table.dtype, table.device),
-            numbers,
-            tuple(map(type, numbers)),
-        )
+        return layouts(qkv, positions, q_weight, k_weight, table), numbers, tuple(map(type, numbers))
     except Exception:
         return None
 

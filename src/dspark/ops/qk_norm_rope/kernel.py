@@ -12,8 +12,9 @@ import triton
 import triton.language as tl
 
 from dspark import faults
-from dspark.ops.launch import Tile, blocks, launching, power_of_two, tile_for
+from dspark.ops.launch import Launch, Tile, blocks, power_of_two, tile_for
 from dspark.ops.norm_rope.kernel import norm_rotate_heads, report
+from dspark.ops.plans import KernelPlan
 from dspark.ops.qk_norm_rope.checks import POSITION_FAULT
 
 # Of 45 tried on an H200 (64+16 heads of 64, 32+8 of 128): within 8 % of the best from 8 to 16,384 rows.
@@ -119,6 +120,7 @@ def qk_norm_rope_kernel(
 
 
 def qk_norm_rope_fused(
+    plan: KernelPlan,
     qkv: torch.Tensor,
     positions: torch.Tensor,
     q_weight: torch.Tensor,
@@ -132,7 +134,30 @@ def qk_norm_rope_fused(
     rotary_dim: int,
     is_neox_style: bool,
 ) -> None:
-    """See :func:`dspark.ops.table_qk_norm_rope_`; arguments are validated, eligible and not empty."""
+    """See :func:`dspark.ops.table_qk_norm_rope_`; ``plan`` is that of the arguments, eligible and not empty."""
+    tensors = (qkv, positions, q_weight, k_weight, cos_sin_cache)
+    launch = plan.launch
+    if launch is None:
+        call = (*tensors, num_q_heads, num_k_heads, head_dim, q_eps, k_eps, rotary_dim, is_neox_style)
+        launch = plan.launch = _launch(*call)
+    device = qkv.device
+    launch(device, *tensors, faults.word(device))
+
+
+def _launch(
+    qkv: torch.Tensor,
+    positions: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    num_q_heads: int,
+    num_k_heads: int,
+    head_dim: int,
+    q_eps: float,
+    k_eps: float,
+    rotary_dim: int,
+    is_neox_style: bool,
+) -> Launch:
     tokens = qkv.shape[0]
     half, passed = rotary_dim // 2, head_dim - rotary_dim
     widest = power_of_two(max(num_q_heads, num_k_heads))
@@ -144,15 +169,10 @@ def qk_norm_rope_fused(
         blocks(tokens, block_tokens),
         blocks(num_q_heads, block_heads) + blocks(num_k_heads, block_heads),
     )
-    fault_word = faults.word(qkv.device)
-    with launching(qkv.device):
-        qk_norm_rope_kernel[grid](
-            qkv,
-            positions,
-            q_weight,
-            k_weight,
-            cos_sin_cache,
-            fault_word,
+    return Launch(
+        qk_norm_rope_kernel,
+        grid,
+        (
             tokens,
             cos_sin_cache.shape[0],
             qkv.stride(0),
@@ -162,18 +182,20 @@ def qk_norm_rope_fused(
             cos_sin_cache.stride(0),
             q_eps,
             k_eps,
-            NUM_Q=num_q_heads,
-            NUM_K=num_k_heads,
-            HEAD_DIM=head_dim,
-            HALF=half,
-            PASSED=passed,
-            NEOX=is_neox_style,
-            BLOCK_TOKENS=block_tokens,
-            BLOCK_HEADS=block_heads,
-            BLOCK_HALF=power_of_two(half),
-            BLOCK_PASSED=power_of_two(max(passed, 1)),
-            STREAMED=tile.streamed,
-            FAULT_MASK=POSITION_FAULT,
-            num_warps=tile.warps,
-            enable_fp_fusion=FP_CONTRACTION,
-        )
+        ),
+        {
+            "NUM_Q": num_q_heads,
+            "NUM_K": num_k_heads,
+            "HEAD_DIM": head_dim,
+            "HALF": half,
+            "PASSED": passed,
+            "NEOX": is_neox_style,
+            "BLOCK_TOKENS": block_tokens,
+            "BLOCK_HEADS": block_heads,
+            "BLOCK_HALF": power_of_two(half),
+            "BLOCK_PASSED": power_of_two(max(passed, 1)),
+            "STREAMED": tile.streamed,
+            "FAULT_MASK": POSITION_FAULT,
+        },
+        {"num_warps": tile.warps, "enable_fp_fusion": FP_CONTRACTION},
+    )

@@ -16,7 +16,8 @@ import torch
 
 from dspark import dispatch, faults, machine
 from dspark.ops import arguments
-from dspark.ops.plans import Plan, Plans, requires_grad
+from dspark.ops.launch import Launch
+from dspark.ops.plans import Plan, Plans, layouts, requires_grad
 from dspark.ops.state_scatter.checks import OP, Pair, RowSet, facts_of
 from dspark.ops.state_scatter.eager import report_duplicates, state_scatter_eager
 
@@ -174,10 +175,14 @@ class _Indices(NamedTuple):
 
 @dataclass(slots=True)
 class _Plan(Plan):
-    """live: which pairs have elements; None for all of them. empty: there is nothing to write."""
+    """live: which pairs have elements; None for all of them. empty: there is nothing to write.
+
+    launches: those of a fused call, each with its table of the addresses, which are part of the key; None until then.
+    """
 
     live: tuple[int, ...] | None
     empty: bool
+    launches: list[tuple[Launch, torch.Tensor]] | None = None
 
 
 _plans: Plans[_Plan] = Plans()
@@ -195,8 +200,12 @@ def _scatter(pairs: tuple[Pair, ...], indices: _Indices, names: tuple[str, ...],
         if faults.debugging():
             for rows in sets:
                 report_duplicates(rows, pairs[0])
-        compute = _kernel().state_scatter_fused if taken is dispatch.Path.FUSED else state_scatter_eager
-        compute(pairs, sets)
+        if taken is not dispatch.Path.FUSED:
+            state_scatter_eager(pairs, sets)
+        else:
+            if plan.launches is None:
+                plan.launches = _kernel().launches(pairs, sets)
+            _kernel().state_scatter_fused(plan.launches, sets)
     faults.finish(indices.slots.device)
 
 
@@ -208,20 +217,12 @@ def _kernel() -> ModuleType:
 
 
 def _key(pairs: tuple[Pair, ...], indices: _Indices) -> Hashable:
-    """All that :func:`_validated` reads; None for what cannot be read, or would lose a gradient."""
+    """All that the plan is made of; None for what cannot be read, or would lose a gradient."""
     try:
         if torch.is_grad_enabled() and any(requires_grad(pair.dst, pair.src) for pair in pairs):
             return None
-        return (
-            *[
-                (
-                    (type(dst), dst.shape, dst.stride(), dst.dtype, dst.device, window),
-                    (type(src), src.shape, src.stride(), src.dtype, src.device),
-                )
-                for dst, src, _, _, window in pairs
-            ],
-            *[None if index is None else (type(index), index.shape, index.dtype, index.device) for index in indices],
-        )
+        states = [(layouts(dst, src), dst.data_ptr(), src.data_ptr(), window) for dst, src, _, _, window in pairs]
+        return tuple(states), layouts(*indices)
     except Exception:
         return None
 

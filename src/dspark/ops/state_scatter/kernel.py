@@ -32,7 +32,7 @@ import triton.language as tl
 
 from dspark import faults, pointers
 from dspark.ops.index_math.kernel import nonnegative_quotient
-from dspark.ops.launch import WIDEST_ACCESS, blocks, launching, power_of_two, tile_elements
+from dspark.ops.launch import WIDEST_ACCESS, Launch, blocks, power_of_two, tile_elements
 from dspark.ops.state_scatter.checks import SLOT_FAULT, SOURCE_FAULT, STEP_FAULT, Pair, RowSet
 
 # Bytes and warps of a program. The interpreter pays per program; on a GPU, many small ones hide each other's chain of
@@ -221,17 +221,28 @@ def _byte_strides(tensor: torch.Tensor, count: int) -> list[int]:
     return [tensor.stride(d) * size if tensor.shape[d] > 1 else 0 for d in range(count)]
 
 
-def state_scatter_fused(pairs: tuple[Pair, ...], sets: tuple[RowSet, ...]) -> None:
-    """Copy the rows of one or two sets, the second without sources; arguments are validated and eligible."""
+def state_scatter_fused(launches: list[tuple[Launch, torch.Tensor]], sets: tuple[RowSet, ...]) -> None:
+    """Copy the rows of one or two sets, the second without sources, with the launches of :func:`launches`."""
+    commit = sets[0]
+    slots, steps = (sets[1].slots, sets[1].steps) if len(sets) > 1 else (None, None)
+    device = commit.slots.device
+    indices = (commit.slots, commit.steps, commit.sources, slots, steps, faults.word(device))
+    for launch, table in launches:
+        launch(device, table, *indices)
+
+
+def launches(pairs: tuple[Pair, ...], sets: tuple[RowSet, ...]) -> list[tuple[Launch, torch.Tensor]]:
+    """What copies these pairs, each with the table that it reads; arguments are validated, eligible and not empty."""
     alike: dict[Walk, list[tuple[int, ...]]] = defaultdict(list)
     for pair in pairs:
         walk, words = walk_of(pair)
         alike[walk].append(words)
-    for walk, types in alike.items():
-        _launch(walk, types, pairs[0], *sets)
+    return [_launch(walk, types, pairs[0], *sets) for walk, types in alike.items()]
 
 
-def _launch(walk: Walk, types: list[tuple[int, ...]], pair: Pair, commit: RowSet, track: RowSet | None = None) -> None:
+def _launch(
+    walk: Walk, types: list[tuple[int, ...]], pair: Pair, commit: RowSet, track: RowSet | None = None
+) -> tuple[Launch, torch.Tensor]:
     """One launch for ``types``; layers, slots, requests and width are those of ``pair``, as of every type."""
     rows, (layers, slots), (requests, width) = commit.slots.numel(), pair.dst.shape[:2], pair.src.shape[1:3]
     tile = tile_elements(GPU_WINDOW_TILE if walk.inner else GPU_TILE, INTERPRETER_TILE) // walk.word_bytes
@@ -240,16 +251,10 @@ def _launch(walk: Walk, types: list[tuple[int, ...]], pair: Pair, commit: RowSet
     counts = [blocks(words[0], block_words) for words in types]
     firsts = (sum(counts[:index]) for index in range(len(types)))
     table = pointers.table([(first, *words) for first, words in zip(firsts, types, strict=True)], commit.slots.device)
-    fault_word = faults.word(commit.slots.device)
-    with launching(commit.slots.device):
-        state_scatter_kernel[(rows * sum(counts), blocks(layers, block_layers))](
-            table,
-            commit.slots,
-            commit.steps,
-            commit.sources,
-            track.slots if track is not None else None,
-            track.steps if track is not None else None,
-            fault_word,
+    launch = Launch(
+        state_scatter_kernel,
+        (rows * sum(counts), blocks(layers, block_layers)),
+        (
             rows,
             sum(counts),
             len(types),
@@ -262,21 +267,24 @@ def _launch(walk: Walk, types: list[tuple[int, ...]], pair: Pair, commit: RowSet
             commit.sources.stride(0) if commit.sources is not None else 0,
             track.slots.stride(0) if track is not None else 0,
             track.steps.stride(0) if track is not None else 0,
-            HAS_SOURCES=commit.sources is not None,
-            HAS_TRACK=track is not None,
-            TYPE_WORDS=table.shape[1],
-            INNER=walk.inner,
-            NARROW=max(words[0] for words in types) <= NARROW_WORDS,
-            WORD=tl.int16 if walk.word_bytes == 2 else tl.int32,
-            ALIGNED_WORDS=walk.aligned_bytes // walk.word_bytes,
-            ALIGNED_BYTES=walk.aligned_bytes,
-            BLOCK_LAYERS=block_layers,
-            BLOCK_WORDS=block_words,
-            BLOCK_TYPES=power_of_two(len(types)),
-            BLOCK_ROWS=tile_elements(GPU_ROWS, INTERPRETER_ROWS),
-            SLOT_MASK=SLOT_FAULT,
-            SOURCE_MASK=SOURCE_FAULT,
-            STEP_MASK=STEP_FAULT,
-            num_warps=GPU_WARPS,
-            enable_fp_fusion=False,
-        )
+        ),
+        {
+            "HAS_SOURCES": commit.sources is not None,
+            "HAS_TRACK": track is not None,
+            "TYPE_WORDS": table.shape[1],
+            "INNER": walk.inner,
+            "NARROW": max(words[0] for words in types) <= NARROW_WORDS,
+            "WORD": tl.int16 if walk.word_bytes == 2 else tl.int32,
+            "ALIGNED_WORDS": walk.aligned_bytes // walk.word_bytes,
+            "ALIGNED_BYTES": walk.aligned_bytes,
+            "BLOCK_LAYERS": block_layers,
+            "BLOCK_WORDS": block_words,
+            "BLOCK_TYPES": power_of_two(len(types)),
+            "BLOCK_ROWS": tile_elements(GPU_ROWS, INTERPRETER_ROWS),
+            "SLOT_MASK": SLOT_FAULT,
+            "SOURCE_MASK": SOURCE_FAULT,
+            "STEP_MASK": STEP_FAULT,
+        },
+        {"num_warps": GPU_WARPS, "enable_fp_fusion": False},
+    )
+    return launch, table
