@@ -124,11 +124,12 @@ def test_other_values_and_errors_have_what_there_is() -> None:
     ("offset", "words"),
     [
         (64 * 4 - 1, "1 elements before the tensor"),
+        (64 * 4, "byte 0 of locs[0, 0]"),
         (64 * 4 + 5 * 4, "1 elements after byte 0 of locs[0, 2], in a gap"),
         (64 * 4 + 8 * 4 + 2, "byte 2 of locs[1, 0]"),
         (64 * 4 + 13 * 4, "1 elements after the tensor"),
     ],
-    ids=["before", "gap", "inside", "after"],
+    ids=["before", "first", "gap", "inside", "after"],
 )
 def test_a_stray_write_is_located(offset: int, words: str) -> None:
     arena = Arena(torch.device("cpu"))

@@ -98,7 +98,7 @@ def test_what_was_compiled_is_launched_with_addresses_in_the_order_of_the_parame
         launch(CPU, *tensors)
     assert kernel.looks == [((3, 2), (*first, 7), {"FAST": True, "WIDE": 5, "num_warps": 4})]
     grid, rest = (3, 2, 1), (7, 5, True)
-    assert kernel.made.launches == [(grid, (64, None, *rest)), (grid, (16, 48, *rest))]  # type: ignore[attr-defined]
+    assert kernel.made.launches == [(grid, (64, 0, *rest)), (grid, (16, 48, *rest))]  # type: ignore[attr-defined]
 
 
 @pytest.mark.usefixtures("compiling")

@@ -279,6 +279,16 @@ def test_a_case_that_compared_nothing_is_told(book: Ledger) -> None:
     assert book.rows[LABEL].cases == 1
 
 
+def test_labels_of_a_child_are_those_of_the_case(book: Ledger) -> None:
+    """Its comparisons are absorbed apart, and the case counts once under each label."""
+    ledger.begin_case()
+    expect_equal(LABEL, "value", 1, 1)
+    ledger.touched([OTHER, LABEL])
+    assert ledger.labels() == sorted([LABEL, OTHER])
+    assert ledger.end_case()
+    assert {label: row.cases for label, row in book.rows.items()} == {LABEL: 1, OTHER: 1}
+
+
 def row_from(first: int, step: int = 1) -> Row:
     """Counts that start at ``first`` and grow by ``step`` from field to field."""
     return Row(*(first + step * position for position in range(len(fields(Row)))))

@@ -186,6 +186,14 @@ def test_a_skip_is_a_problem_and_a_teardown_ends_a_case(
     assert ids == ({name} if when == "teardown" else set())
 
 
+def test_another_implementation_may_skip(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plugin, "is_own", lambda: False)
+    problems: list[str] = []
+    report = SimpleNamespace(nodeid=CASE, when="call", skipped=True)
+    plugin._Finished(plugin.ROOT.parent, set(), problems).pytest_runtest_logreport(report)  # type: ignore[arg-type]
+    assert problems == []
+
+
 # --- The collection ---------------------------------------------------------------------------------------------------
 
 
@@ -237,6 +245,16 @@ def test_a_workers_ledger_is_merged(book: Ledger) -> None:
     plugin.pytest_testnodedown(node, None)
     assert book == Ledger(rows={LABEL: Row(2, 4, 6)}, census={("a", "b", "c"): 8}, collected=5)
     assert config.stash[plugin.PROBLEMS] == []
+
+
+@pytest.mark.parametrize(("lane", "told"), [(Lane.CUDA, 5), (Lane.INTERPRET, 0), (Lane.SECOND, 0)])
+def test_only_a_lane_of_one_gpu_divides_the_gpus(lane: Lane, told: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 5)
+    config = a_config()
+    config.stash[plugin.LANE] = lane
+    node = SimpleNamespace(config=config, workerinput={})
+    plugin.pytest_configure_node(node)
+    assert node.workerinput == {plugin.GPUS_KEY: told}
 
 
 @pytest.mark.parametrize("output", [None, {}, {"other": 1}])

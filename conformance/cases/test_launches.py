@@ -7,7 +7,7 @@ What else a key names is in test_plans.py.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import dspark.ops as ops
+from dspark import machine
 from dspark.ops.launch import Launch
 
 from ..fixtures import guard
@@ -93,6 +94,7 @@ def test_a_launch_serves_the_addresses_that_it_was_compiled_for(
         return place.free()
 
     forget(monkeypatch)
+    monkeypatch.setattr(machine, "injected", nullcontext)  # each injection is another machine, with plans of its own
     names = run("first")
     run("again")
     for name in names:

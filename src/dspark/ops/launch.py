@@ -53,19 +53,24 @@ class Launch:
 
     def __call__(self, device: torch.device, *tensors: torch.Tensor | None) -> None:
         """Launch on ``tensors``, which are on ``device``."""
-        with launching(device):
-            compiled = self._compiled
-            if compiled is not None:
-                addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
-                if _aligned(addresses):
+        compiled = self._compiled
+        if compiled is not None:
+            together, addresses = 0, []
+            for tensor in tensors:
+                address = 0 if tensor is None else tensor.data_ptr()
+                together |= address
+                addresses.append(address)
+            if together % WIDEST_ACCESS == 0:
+                with launching(device):
                     compiled(*addresses, *self._rest)
-                    return
+                return
+        with launching(device):
             self._specialised(tensors)
 
     def _specialised(self, tensors: Sequence[torch.Tensor | None]) -> None:
         memory = [_in_bytes(tensor) for tensor in tensors]
         made = self.kernel[self.grid](*memory, *self.numbers, **self.constants, **self.options)
-        if machine.facts().interpreter or not _aligned([t.data_ptr() for t in memory if t is not None]):
+        if machine.facts().interpreter or any(t.data_ptr() % WIDEST_ACCESS for t in memory if t is not None):
             return
         from triton.compiler import CompiledKernel
 
@@ -73,14 +78,6 @@ class Launch:
             names = self.kernel.arg_names[len(memory) + len(self.numbers) :]
             self._rest = (*self.numbers, *[self.constants[name] for name in names])
             self._compiled = made[(*self.grid, 1, 1)[:3]]
-
-
-def _aligned(addresses: Sequence[int | None]) -> bool:
-    """Whether :data:`WIDEST_ACCESS` divides every address."""
-    together = 0
-    for address in addresses:
-        together |= address or 0
-    return together % WIDEST_ACCESS == 0
 
 
 def _in_bytes(tensor: torch.Tensor | None) -> torch.Tensor | None:

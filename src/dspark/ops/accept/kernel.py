@@ -8,7 +8,8 @@ Tile, one program:
           |  target_predict[:, k]         |   -> target at that column  -> bonus   [rows]
           +-------------------------------+
 
-Integers only: contraction and bf16 rounding do not occur.
+The bonus is read again, from the cache that the tile has filled: its column is known in less time than a sum over the
+tile takes. Integers only: contraction and bf16 rounding do not occur.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from dspark.ops.launch import Launch, blocks, power_of_two, tile_elements, warps
 from dspark.ops.plans import KernelPlan
 
 # Elements per program. The interpreter pays per program, a GPU wants many programs of one warp.
-GPU_TILE = 128
+GPU_TILE = 32
 INTERPRETER_TILE = 1 << 16
 
 
@@ -32,10 +33,8 @@ def accept_window(
     candidates_ptr,
     target_ptr,
     verify_lens_ptr,
-    fault_ptr,
     rows,
     row_live,
-    reporting,
     columns,
     candidates_stride_row,
     candidates_stride_column,
@@ -43,14 +42,10 @@ def accept_window(
     target_stride_column,
     verify_lens_stride,
     WIDTH: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
     HAS_VERIFY_LENS: tl.constexpr,
-    FAULT_MASK: tl.constexpr,
 ):
-    """The target's tile, correct and bonus of ``rows [BLOCK_ROWS]``, of which ``row_live`` exist.
-
-    reporting: rows whose verify_len, outside 1..WIDTH, is a fault.
-    """
+    """The target's tile, correct and bonus of ``rows [BLOCK_ROWS]``, of which ``row_live`` exist, and whether the
+    verify_len of a row is outside 1..WIDTH."""
     target = tl.load(
         target_ptr + rows[:, None] * target_stride_row + columns[None, :] * target_stride_column,
         mask=row_live[:, None] & (columns < WIDTH)[None, :],
@@ -64,15 +59,21 @@ def accept_window(
     if HAS_VERIFY_LENS:
         lens = tl.load(verify_lens_ptr + rows * verify_lens_stride, mask=row_live, other=1).to(tl.int64)
     # The last column has no candidate: it gives WIDTH - 1 whether it matches the padding or not, so that is the most.
-    correct = tl.min(tl.where(candidates != target, columns[None, :], WIDTH - 1), axis=1)
+    correct = tl.min(tl.where(candidates != target, columns[None, :].to(tl.int32), WIDTH - 1), axis=1).to(tl.int64)
+    out_of_range = row_live  # asked for only where there are lens
     if HAS_VERIFY_LENS:
-        out_of_range = reporting & ((lens < 1) | (lens > WIDTH))
-        fault_bits = tl.full([BLOCK_ROWS], FAULT_MASK, tl.int64)
-        tl.atomic_or(fault_ptr + tl.zeros([BLOCK_ROWS], tl.int64), fault_bits, mask=out_of_range, sem="relaxed")
+        out_of_range = (lens < 1) | (lens > WIDTH)
         correct = tl.minimum(correct, tl.minimum(tl.maximum(lens, 1), WIDTH) - 1)
-    # Picked from the tile, so that target_predict is read once.
-    bonus = tl.sum(tl.where(columns[None, :] == correct[:, None], target, 0), axis=1)
-    return target, correct, bonus
+    bonus_ptr = target_ptr + rows * target_stride_row + correct * target_stride_column
+    bonus = tl.load(bonus_ptr, mask=row_live, other=0).to(tl.int64)
+    return target, correct, bonus, out_of_range
+
+
+@triton.jit
+def report_verify_lens(fault_ptr, out_of_range, BLOCK_ROWS: tl.constexpr, FAULT_MASK: tl.constexpr):
+    """Set the fault if a row is ``out_of_range``. Comes last: what follows it in a program waits for its inputs."""
+    fault_bits = tl.full([BLOCK_ROWS], FAULT_MASK, tl.int64)
+    tl.atomic_or(fault_ptr + tl.zeros([BLOCK_ROWS], tl.int64), fault_bits, mask=out_of_range, sem="relaxed")
 
 
 @triton.jit
@@ -98,13 +99,11 @@ def accept_kernel(
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS).to(tl.int64)
     row_live = rows < batch
     columns = tl.arange(0, BLOCK_WIDTH).to(tl.int64)
-    _target, correct, bonus = accept_window(
+    _target, correct, bonus, out_of_range = accept_window(
         candidates_ptr,
         target_ptr,
         verify_lens_ptr,
-        fault_ptr,
         rows,
-        row_live,
         row_live,
         columns,
         candidates_stride_row,
@@ -113,12 +112,12 @@ def accept_kernel(
         target_stride_column,
         verify_lens_stride,
         WIDTH,
-        BLOCK_ROWS,
         HAS_VERIFY_LENS,
-        FAULT_MASK,
     )
     tl.store(correct_ptr + rows, correct.to(tl.int32), mask=row_live)
     tl.store(bonus_ptr + rows, bonus, mask=row_live)
+    if HAS_VERIFY_LENS:
+        report_verify_lens(fault_ptr, row_live & out_of_range, BLOCK_ROWS, FAULT_MASK)
 
 
 def accept_fused(

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from dspark import faults
-from dspark.ops.accept.kernel import accept_window
+from dspark.ops.accept.kernel import accept_window, report_verify_lens
 from dspark.ops.accept_commit.checks import VERIFY_LEN_FAULT
 from dspark.ops.accept_commit.result import AcceptCommit
 from dspark.ops.commit_indices.kernel import completing_entry
@@ -67,14 +67,12 @@ def accept_commit_kernel(
     columns = tl.arange(0, BLOCK_WIDTH).to(tl.int64)
     pre = tl.load(seq_lens_ptr + rows * seq_lens_stride, mask=in_batch, other=-1).to(tl.int64)
     live = pre >= 0
-    target, correct, bonus = accept_window(
+    target, correct, bonus, out_of_range = accept_window(
         candidates_ptr,
         target_ptr,
         verify_lens_ptr,
-        fault_ptr,
         rows,
         in_batch,
-        live,
         columns,
         candidates_stride_row,
         candidates_stride_column,
@@ -82,9 +80,7 @@ def accept_commit_kernel(
         target_stride_column,
         verify_lens_stride,
         WIDTH,
-        BLOCK_ROWS,
         HAS_VERIFY_LENS,
-        FAULT_MASK,
     )
     tl.store(correct_ptr + rows, correct.to(tl.int32), mask=in_batch)
     tl.store(bonus_ptr + rows, bonus, mask=in_batch)
@@ -103,6 +99,8 @@ def accept_commit_kernel(
     if HAS_TRACK:
         track = completing_entry(tl.where(live, pre, 0), committed, interval, WIDTH)
         tl.store(track_ptr + rows, track, mask=in_batch)
+    if HAS_VERIFY_LENS:
+        report_verify_lens(fault_ptr, live & out_of_range, BLOCK_ROWS, FAULT_MASK)
 
 
 def accept_commit_fused(

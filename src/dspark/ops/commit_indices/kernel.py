@@ -1,12 +1,9 @@
 """``commit_indices`` as one Triton kernel.
 
-Tile, one program:
+Tile, one program: rows, each with two entries of its row of accept_index.
 
-            entry = 0 .. depth-1 (padded to a power of two)
-          +-------------------------------+
-    rows  |  accept_index                 |   -> entry accepted - 1               -> last  [rows]
-          |                               |   -> entry that completes an interval -> track [rows]
-          +-------------------------------+
+    rows [n]  accept_lens   -> entry accepted - 1               -> accept_index there -> last  [n]
+              seq_lens      -> entry that completes an interval -> accept_index there -> track [n]
 
 With r = pre mod I, a boundary is crossed iff r + accepted >= I, and (r + accepted) mod I tokens follow the last one.
 Both remainders are of numbers that are not negative: a row whose length is negative is not live and counts as 0.
@@ -24,8 +21,8 @@ from dspark.ops.index_math.kernel import nonnegative_quotient
 from dspark.ops.launch import Launch, blocks, power_of_two, tile_elements, warps_for
 from dspark.ops.plans import KernelPlan
 
-# Elements per program. The interpreter pays per program, a GPU wants many programs of one warp.
-GPU_TILE = 128
+# Rows per program. The interpreter pays per program, a GPU wants many programs of one warp.
+GPU_TILE = 32
 INTERPRETER_TILE = 1 << 16
 
 
@@ -61,21 +58,11 @@ def commit_indices_kernel(
     DEPTH: tl.constexpr,
     HAS_SEQ_LENS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
-    BLOCK_DEPTH: tl.constexpr,
     ACCEPT_LEN_MASK: tl.constexpr,
     SEQ_LEN_MASK: tl.constexpr,
 ):
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS).to(tl.int64)
     in_batch = rows < batch
-    entries = tl.arange(0, BLOCK_DEPTH).to(tl.int64)
-    steps = (
-        tl.load(
-            accept_index_ptr + rows[:, None] * accept_index_stride_row + entries[None, :] * accept_index_stride_column,
-            mask=in_batch[:, None] & (entries < DEPTH)[None, :],
-            other=0,
-        ).to(tl.int64)
-        - (rows * draft_token_num)[:, None]
-    )
     accepted = tl.load(accept_lens_ptr + rows * accept_lens_stride, mask=in_batch, other=0).to(tl.int64)
     live = (accepted > 0) & (accepted <= DEPTH)
     fault_bits = tl.where(accepted > DEPTH, ACCEPT_LEN_MASK, 0).to(tl.int64)
@@ -84,13 +71,15 @@ def commit_indices_kernel(
         fault_bits = fault_bits | tl.where((accepted > 0) & (pre < 0), SEQ_LEN_MASK, 0).to(tl.int64)
         live = live & (pre >= 0)
     accepted = tl.where(live, accepted, 0)
-    # Picked from the tile, so that accept_index is read once.
-    last = tl.sum(tl.where(entries[None, :] == (accepted - 1)[:, None], steps, 0), axis=1)
-    tl.store(last_ptr + rows, tl.where(live, last, -1), mask=in_batch)
+    row_ptr = accept_index_ptr + rows * accept_index_stride_row
+    first_node = rows * draft_token_num
+    last = tl.load(row_ptr + (accepted - 1) * accept_index_stride_column, mask=live, other=0).to(tl.int64)
+    tl.store(last_ptr + rows, tl.where(live, last - first_node, -1), mask=in_batch)
     if HAS_SEQ_LENS:
         entry = completing_entry(tl.where(live, pre, 0), accepted, interval, DEPTH)
-        track = tl.sum(tl.where(entries[None, :] == entry[:, None], steps, 0), axis=1)
-        tl.store(track_ptr + rows, tl.where(live & (entry >= 0), track, -1), mask=in_batch)
+        tracked = live & (entry >= 0)
+        track = tl.load(row_ptr + entry * accept_index_stride_column, mask=tracked, other=0).to(tl.int64)
+        tl.store(track_ptr + rows, tl.where(tracked, track - first_node, -1), mask=in_batch)
     # Last: nothing that follows in a program starts before what waits for its inputs has started.
     tl.atomic_or(fault_ptr + tl.zeros([BLOCK_ROWS], tl.int64), fault_bits, mask=fault_bits != 0, sem="relaxed")
 
@@ -123,9 +112,7 @@ def _launch(
     interval: int,
 ) -> Launch:
     batch, depth = accept_index.shape
-    block_depth = power_of_two(max(depth, 1))
-    tile = tile_elements(GPU_TILE, INTERPRETER_TILE)
-    block_rows = max(1, min(tile // block_depth, power_of_two(batch)))
+    block_rows = min(tile_elements(GPU_TILE, INTERPRETER_TILE), power_of_two(batch))
     return Launch(
         commit_indices_kernel,
         (blocks(batch, block_rows),),
@@ -141,9 +128,8 @@ def _launch(
             "DEPTH": depth,
             "HAS_SEQ_LENS": seq_lens is not None,
             "BLOCK_ROWS": block_rows,
-            "BLOCK_DEPTH": block_depth,
             "ACCEPT_LEN_MASK": ACCEPT_LEN_FAULT,
             "SEQ_LEN_MASK": SEQ_LEN_FAULT,
         },
-        {"num_warps": warps_for(block_rows * block_depth), "enable_fp_fusion": False},
+        {"num_warps": warps_for(block_rows), "enable_fp_fusion": False},
     )
