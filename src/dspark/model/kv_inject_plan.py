@@ -81,18 +81,18 @@ def _read(layers: Iterable[Any], pool: Any) -> Draft | None:
     valid = getattr(pool, "valid_rows", None)
     facts: list[Any] = [(int(getattr(pool, "reserved_rows", 0)), layouts(valid))]
     first = shared = None
-    weights, keys, values = [], [], []
+    tensors: list[torch.Tensor] = []
     for layer in layers:
         q_size, kv_size, head_dim, heads, id, k_scale, v_scale, rotary, modules = _of_layer(layer.__dict__)
         projection, norm = modules["qkv_proj"], modules["k_norm"]
         parameters, eps, unscaled = projection._parameters, norm.variance_epsilon, k_scale is None and v_scale is None
-        weight, scale, key, value = parameters["weight"], norm._parameters["weight"], get_key(id), get_value(id)
+        weight, scale = parameters["weight"], norm._parameters["weight"]
         if first is None:
             first, shared, table, dim = layer, rotary, rotary.cos_sin_cache, rotary.rotary_dim
             facts += (
                 (type(q_size), type(kv_size), type(head_dim), type(eps), type(dim), dim),
                 layouts(table),
-                (rotary.table_is_whole_effect, type(rotary.is_neox_style), rotary.is_neox_style),
+                (rotary.table_is_whole_effect, rotary.is_neox_style),
             )
         elif rotary is not shared:
             return None
@@ -102,16 +102,19 @@ def _read(layers: Iterable[Any], pool: Any) -> Draft | None:
             (type(projection), "quant_method" in projection.__dict__, parameters["bias"] is None),
             (weight.storage_offset(), scale.storage_offset()),
         )
-        for tensor in (weight, scale, key, value):
-            address = tensor.data_ptr()
-            if not address:
-                return None
-            # Beside an address, the index of a device tells devices apart, in half the time of the device itself.
-            facts.append((type(tensor), address, tensor.get_device(), tensor.dtype, tensor.shape, tensor.stride()))
-        weights.append((weight, scale))
-        keys.append(key)
-        values.append(value)
-    return Draft(facts, first, *weights[0], tuple(keys), tuple(values), valid)
+        tensors += (weight, scale, get_key(id), get_value(id))
+    # No two devices share an address, so it says which one a tensor is on.
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    if not all(addresses):
+        return None
+    facts += (
+        addresses,
+        [type(tensor) for tensor in tensors],
+        [tensor.dtype for tensor in tensors],
+        [tensor.shape for tensor in tensors],
+        [tensor.stride() for tensor in tensors],
+    )
+    return Draft(facts, first, tensors[0], tensors[1], tuple(tensors[2::4]), tuple(tensors[3::4]), valid)
 
 
 def _stores_plainly(kind: type, *names: str) -> bool:
