@@ -33,6 +33,8 @@ from benchmarks.ops import (
 )
 from benchmarks.timing import Timing, copies_for, summarise
 from dspark import faults
+from dspark.ops.launch import Launch
+from dspark.ops.qk_norm_rope import kernel as qk_kernel
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU = torch.device("cpu")
@@ -592,6 +594,19 @@ def test_knobs_are_those_of_the_kernels(op: str) -> None:
     with space.applied(present | {knob: 64}):
         assert space.current(1)[knob] == space.current(10**6)[knob] == 64
     assert space.current(4096) == present
+
+
+def test_a_tile_is_not_timed_with_the_launch_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = TINY["qk_norm_rope"][0]
+    (contender, *_) = case.build(CPU, 1).contenders(Asked(frozenset()))
+    warps = []
+    monkeypatch.setattr(Launch, "_specialised", lambda launch, tensors: warps.append(launch.options["num_warps"]))
+    monkeypatch.setattr(qk_kernel, "tile_for", lambda rows, tiles, interpreter: tiles[-1])
+    space = tune.Space("dspark.ops.qk_norm_rope.kernel", {"warps": (1, 4)}, "GPU_TILES")
+    for count in (1, 8, 2):
+        with space.applied({"warps": count}):
+            contender.calls[0]()  # type: ignore[union-attr]
+    assert warps == [1, 8, 2]
 
 
 def test_tiles_are_judged_before_they_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,28 +44,26 @@ def accept_window(
     WIDTH: tl.constexpr,
     HAS_VERIFY_LENS: tl.constexpr,
 ):
-    """The target's tile, correct and bonus of ``rows [BLOCK_ROWS]``, of which ``row_live`` exist, and whether the
-    verify_len of a row is outside 1..WIDTH."""
-    target = tl.load(
-        target_ptr + rows[:, None] * target_stride_row + columns[None, :] * target_stride_column,
-        mask=row_live[:, None] & (columns < WIDTH)[None, :],
-        other=0,
-    ).to(tl.int64)
+    """Of ``rows [BLOCK_ROWS]``, of which ``row_live`` exist: the target's tile, correct, bonus, and whether the
+    verify_len is outside 1..WIDTH. The tile lacks the last column, which confirms no candidate."""
+    confirms = row_live[:, None] & (columns < WIDTH - 1)[None, :]
+    target_row = target_ptr + rows * target_stride_row
+    candidates_row = candidates_ptr + rows * candidates_stride_row
+    target = tl.load(target_row[:, None] + (columns * target_stride_column)[None, :], mask=confirms, other=0).to(
+        tl.int64
+    )
     candidates = tl.load(
-        candidates_ptr + rows[:, None] * candidates_stride_row + (columns + 1)[None, :] * candidates_stride_column,
-        mask=row_live[:, None] & (columns < WIDTH - 1)[None, :],
-        other=0,
+        candidates_row[:, None] + ((columns + 1) * candidates_stride_column)[None, :], mask=confirms, other=0
     ).to(tl.int64)
     if HAS_VERIFY_LENS:
         lens = tl.load(verify_lens_ptr + rows * verify_lens_stride, mask=row_live, other=1).to(tl.int64)
-    # The last column has no candidate: it gives WIDTH - 1 whether it matches the padding or not, so that is the most.
+    # What is not confirmed here is padding, and equal: WIDTH - 1 is the most.
     correct = tl.min(tl.where(candidates != target, columns[None, :].to(tl.int32), WIDTH - 1), axis=1).to(tl.int64)
     out_of_range = row_live  # asked for only where there are lens
     if HAS_VERIFY_LENS:
         out_of_range = (lens < 1) | (lens > WIDTH)
         correct = tl.minimum(correct, tl.minimum(tl.maximum(lens, 1), WIDTH) - 1)
-    bonus_ptr = target_ptr + rows * target_stride_row + correct * target_stride_column
-    bonus = tl.load(bonus_ptr, mask=row_live, other=0).to(tl.int64)
+    bonus = tl.load(target_row + correct * target_stride_column, mask=row_live, other=0).to(tl.int64)
     return target, correct, bonus, out_of_range
 
 

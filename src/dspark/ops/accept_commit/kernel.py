@@ -89,7 +89,7 @@ def accept_commit_kernel(
         index = tl.program_id(0).to(tl.int64) * 0
         while index < eos_count:
             eos = tl.load(eos_ids_ptr + index * eos_ids_stride).to(tl.int64)
-            # Columns beyond the window hold 0, which may be an end; they are beyond what is correct too.
+            # Columns that are not in the tile hold 0, which may be an end; they are beyond what is correct too.
             kept = tl.minimum(kept, tl.min(tl.where(target == eos, columns[None, :], WIDTH), axis=1))
             index += 1
     committed = tl.where(live, kept + 1, 0)

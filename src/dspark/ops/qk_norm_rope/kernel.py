@@ -17,8 +17,9 @@ from dspark.ops.norm_rope.kernel import norm_rotate_heads, report
 from dspark.ops.plans import KernelPlan
 from dspark.ops.qk_norm_rope.checks import POSITION_FAULT
 
-# Of 45 tried on an H200 (64+16 heads of 64, 32+8 of 128): within 8 % of the best from 8 to 16,384 rows.
-GPU_TILES = (Tile(64, 1024, 8, 4), Tile(float("inf"), 2048, 16, 4, streamed=True))
+# Of 45 tried on an H200 (64+16 heads of 64, 32+8 of 128): within 8 % of the best from 1 to 16,384 rows. A short call is
+# a chain of loads, which many programs of one head hide better than few of eight.
+GPU_TILES = (Tile(128, 1024, 1, 4), Tile(float("inf"), 2048, 16, 4, streamed=True))
 INTERPRETER_TILE = 1 << 19
 FP_CONTRACTION = False
 
