@@ -10,7 +10,6 @@ from unittest import mock
 
 import pytest
 import torch
-import triton.compiler
 
 from dspark import machine
 from dspark.ops.kv_write import kernel as kv_write
@@ -44,7 +43,7 @@ def test_measured_tiles_are_in_order_and_without_end(kernel: object) -> None:
     assert rows[-1] == float("inf")
 
 
-class Compiled:
+class CompiledKernel:
     """Stands for what Triton compiled: notes its launches."""
 
     def __init__(self) -> None:
@@ -81,7 +80,7 @@ def at(address: int, dtype: torch.dtype = torch.int32) -> Any:
 
 @pytest.fixture
 def compiling() -> Iterator[None]:
-    with mock.patch.object(triton.compiler, "CompiledKernel", Compiled), machine.injected(interpreter=False):
+    with machine.injected(interpreter=False):
         yield
 
 
@@ -91,7 +90,7 @@ def launch_of(kernel: Kernel) -> Launch:
 
 @pytest.mark.usefixtures("compiling")
 def test_what_was_compiled_is_launched_with_addresses_in_the_order_of_the_parameters() -> None:
-    kernel = Kernel(Compiled())
+    kernel = Kernel(CompiledKernel())
     launch = launch_of(kernel)
     first = (at(32), None)
     for tensors in (first, (at(64), None), (at(16), at(48))):
@@ -105,7 +104,7 @@ def test_what_was_compiled_is_launched_with_addresses_in_the_order_of_the_parame
 @pytest.mark.parametrize("address", [1, 2, 4, 8, 24])
 @pytest.mark.parametrize("place", [0, 1])
 def test_an_address_that_16_does_not_divide_is_left_to_triton(address: int, place: int) -> None:
-    kernel = Kernel(Compiled())
+    kernel = Kernel(CompiledKernel())
     launch = launch_of(kernel)
     displaced = [at(32), at(32)]
     displaced[place] = at(address)
@@ -130,9 +129,9 @@ def test_what_is_no_compiled_kernel_is_not_kept() -> None:
 
 
 def test_the_interpreter_keeps_nothing() -> None:
-    kernel = Kernel(Compiled())
+    kernel = Kernel(CompiledKernel())
     launch = launch_of(kernel)
-    with mock.patch.object(triton.compiler, "CompiledKernel", Compiled), machine.injected(interpreter=True):
+    with machine.injected(interpreter=True):
         for _ in range(3):
             launch(CPU, at(32), at(32))
     assert len(kernel.looks) == 3

@@ -13,6 +13,8 @@ import torch
 from dspark import machine
 
 _AS_IT_IS = nullcontext()
+# The class of what Triton compiled, by name: Triton is imported by kernels alone.
+_COMPILED = "CompiledKernel"
 
 WIDEST_ACCESS = 16
 """Bytes that one thread of a GPU moves at most in one instruction, where address and strides are multiples of them."""
@@ -72,9 +74,7 @@ class Launch:
         made = self.kernel[self.grid](*memory, *self.numbers, **self.constants, **self.options)
         if machine.facts().interpreter or any(t.data_ptr() % WIDEST_ACCESS for t in memory if t is not None):
             return
-        from triton.compiler import CompiledKernel
-
-        if isinstance(made, CompiledKernel):  # a hook of Triton's cache may have kept it from compiling
+        if type(made).__name__ == _COMPILED:  # a hook of Triton's cache may have kept it from compiling
             names = self.kernel.arg_names[len(memory) + len(self.numbers) :]
             self._rest = (*self.numbers, *[self.constants[name] for name in names])
             self._compiled = made[(*self.grid, 1, 1)[:3]]
