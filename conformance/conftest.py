@@ -3,6 +3,7 @@
 from .fixtures.plugin import (
     arena,
     lane,
+    no_plans,
     pytest_addoption,
     pytest_cmdline_main,
     pytest_collection_modifyitems,
@@ -22,6 +23,7 @@ from .fixtures.plugin import (
 __all__ = [
     "arena",
     "lane",
+    "no_plans",
     "pytest_addoption",
     "pytest_cmdline_main",
     "pytest_collection_modifyitems",

@@ -6,6 +6,7 @@ What else a key names is in test_plans.py.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -24,8 +25,8 @@ from ..fixtures.calls import accept, accept_commit, commit_indices, kv_write, qk
 from ..fixtures.guard import Arena
 from ..fixtures.lane import Lane
 from ..fixtures.ledger import Label, expect_equal
-from ..fixtures.plan_subjects import SUBJECTS, Subject
-from ..fixtures.plans import Change, forget, key_of, outcome, spread
+from ..fixtures.plan_subjects import FIRST_OF_EACH, SUBJECTS, Subject, outcome_of
+from ..fixtures.plans import forget, spread
 
 
 @dataclass
@@ -108,34 +109,37 @@ def test_a_launch_serves_the_addresses_that_it_was_compiled_for(
     expect_equal(Label(op, "plans"), "looks at arguments", looks, need)
 
 
+@pytest.mark.parametrize("turn", ["first", "second"])
+@pytest.mark.parametrize("subject", FIRST_OF_EACH, ids=lambda subject: subject.op)
+def test_a_case_finds_no_plan_of_the_case_before(subject: Subject, turn: str, arena: Arena) -> None:
+    """Its launch would be that of the kernel, or the tile, which a case replaces."""
+    plans = importlib.import_module(f"dspark.ops.{subject.op}")._plans
+    expect_equal(Label(subject.op, "plans"), f"plans before the {turn} case", len(plans._plans), 0)
+    outcome_of(subject, arena.device)
+    expect_equal(Label(subject.op, "plans"), f"plans after the {turn} case", len(plans._plans), 1)
+
+
 STRIDED = [
-    pytest.param(subject, name, spread, id=f"{subject.op}/{subject.call.__name__}/{name}")
+    pytest.param(subject, name, id=f"{subject.op}/{subject.call.__name__}/{name}")
     for subject in SUBJECTS
     for name, value in subject.good().items()
     if isinstance(value, torch.Tensor)
 ]
 
 
-@pytest.mark.parametrize(("subject", "name", "change"), STRIDED)
+@pytest.mark.parametrize(("subject", "name"), STRIDED)
 def test_a_launch_serves_the_strides_that_it_was_made_for(
-    subject: Subject, name: str, change: Change, arena: Arena, monkeypatch: pytest.MonkeyPatch
+    subject: Subject, name: str, arena: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No validation looks at most of them, and a launch holds them all."""
     label = Label(subject.op, "plans")
 
-    def of(make: Change | None) -> tuple[Any, ...]:
-        with arena.device:
-            arguments = subject.good()
-            if make is not None:
-                arguments[name] = make(arguments[name])
-        return outcome(lambda: subject.call(**arguments), lambda: [key_of(arguments[one]) for one in subject.written])
-
     forget(monkeypatch)
-    alone = of(change)
+    alone = outcome_of(subject, arena.device, name, spread)
     forget(monkeypatch)
-    good = of(None)
-    expect_equal(label, "outcome after the dense call", of(change), alone)
-    expect_equal(label, "outcome of the dense call after it", of(None), good)
+    good = outcome_of(subject, arena.device)
+    expect_equal(label, "outcome after the dense call", outcome_of(subject, arena.device, name, spread), alone)
+    expect_equal(label, "outcome of the dense call after it", outcome_of(subject, arena.device), good)
 
 
 @pytest.mark.parametrize("op", ["kv_write"])

@@ -8,28 +8,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 import dspark.ops as ops
 from dspark import dispatch, machine
 
 from ..fixtures.guard import Arena
 from ..fixtures.ledger import Label, expect_equal, expect_raises
-from ..fixtures.plan_subjects import FIRST_OF_EACH, SUBJECTS, Subject
-from ..fixtures.plans import Change, forget, ints, key_of, outcome, values
+from ..fixtures.plan_subjects import FIRST_OF_EACH, SUBJECTS, Subject, outcome_of
+from ..fixtures.plans import Change, forget, ints, values
 from ..fixtures.violations import MACHINE
-
-
-def of(subject: Subject, device: torch.device, name: str = "", change: Change | None = None) -> tuple[Any, ...]:
-    """The outcome of the good call, or of one with a changed argument."""
-    with device:
-        arguments = subject.good()
-    if change is not None:
-        arguments[name] = change(arguments[name])
-    return outcome(
-        lambda: subject.call(**arguments), lambda: [key_of(arguments[written]) for written in subject.written]
-    )
-
 
 CHANGES = [
     pytest.param(subject, name, change, id=f"{subject.op}/{subject.call.__name__}/{name}/{kind}")
@@ -45,21 +32,12 @@ def test_a_changed_argument_ends_as_alone(
 ) -> None:
     label = Label(subject.op, "plans")
     forget(monkeypatch)
-    alone = of(subject, arena.device, name, change)
+    alone = outcome_of(subject, arena.device, name, change)
     forget(monkeypatch)
-    good = of(subject, arena.device)
-    expect_equal(label, "outcome after the good call", of(subject, arena.device, name, change), alone)
+    good = outcome_of(subject, arena.device)
+    expect_equal(label, "outcome after the good call", outcome_of(subject, arena.device, name, change), alone)
     expect_equal(label, "whether the change can be told", alone != good, True)
-    expect_equal(label, "outcome of the good call after it", of(subject, arena.device), good)
-
-
-def call_of(subject: Subject, device: torch.device, **options: Any) -> tuple[Any, ...]:
-    """The outcome of the good call with other options than those that a key holds."""
-    with device:
-        arguments = subject.good()
-    return outcome(
-        lambda: subject.call(**arguments, **options), lambda: [key_of(arguments[name]) for name in subject.written]
-    )
+    expect_equal(label, "outcome of the good call after it", outcome_of(subject, arena.device), good)
 
 
 @pytest.mark.parametrize("broken", MACHINE)
@@ -70,12 +48,12 @@ def test_another_machine_has_plans_of_its_own(
     label = Label(subject.op, "plans")
     forget(monkeypatch)
     with machine.injected(**MACHINE[broken]):
-        alone = call_of(subject, arena.device)
+        alone = outcome_of(subject, arena.device)
     forget(monkeypatch)
-    good = call_of(subject, arena.device)
+    good = outcome_of(subject, arena.device)
     with machine.injected(**MACHINE[broken]):
-        expect_equal(label, "outcome on a machine that was injected", call_of(subject, arena.device), alone)
-    expect_equal(label, "outcome on this machine again", call_of(subject, arena.device), good)
+        expect_equal(label, "outcome on a machine that was injected", outcome_of(subject, arena.device), alone)
+    expect_equal(label, "outcome on this machine again", outcome_of(subject, arena.device), good)
     expect_equal(label, "whether the machines can be told apart", alone != good, True)
 
 
@@ -87,10 +65,10 @@ def test_a_path_is_no_part_of_a_plan(subject: Subject, arena: Arena, monkeypatch
     alone = []
     for path in asked:
         forget(monkeypatch)
-        alone.append(call_of(subject, arena.device, path=path))
+        alone.append(outcome_of(subject, arena.device, path=path))
     forget(monkeypatch)
     dispatch.reset()
-    together = [call_of(subject, arena.device, path=path) for path in asked]
+    together = [outcome_of(subject, arena.device, path=path) for path in asked]
     expect_equal(label, "outcomes of one plan", together, alone)
     rows = {(str(row.path), row.reason): count for row, count in dispatch.census().items()}
     if subject in FIRST_OF_EACH:  # pools by pointer have no eager path
@@ -105,13 +83,13 @@ def test_the_second_call_is_counted_and_warned_about_as_the_first(
     forget(monkeypatch)
     dispatch.reset()
     with machine.injected(**MACHINE["no-triton"]), caplog.at_level(logging.WARNING, "dspark"):
-        first, second = (call_of(subject, arena.device) for _ in range(2))
+        first, second = (outcome_of(subject, arena.device) for _ in range(2))
     expect_equal(label, "outcome of the second call", second, first)
     row = dispatch.CensusKey(subject.op, dispatch.Path.EAGER, "no-triton")
     expect_equal(label, "census", dispatch.census(), {row: 2})
     expect_equal(label, "warnings", len(caplog.records), 1)
     with machine.injected(**MACHINE["no-triton"]), dispatch.forced("fused"):
-        refused = call_of(subject, arena.device)
+        refused = outcome_of(subject, arena.device)
     expect_equal(label, "error in strict mode", str(refused[1]).partition(":")[0], "FallbackError")
     expect_equal(label, "census after a refused call", dispatch.census(), {row: 2})
 
