@@ -122,36 +122,30 @@ def accept_fused(
     plan: KernelPlan, candidates: torch.Tensor, target_predict: torch.Tensor, verify_lens: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See :func:`dspark.ops.compute_dflash_correct_drafts_and_bonus`; ``plan`` is that of the arguments, eligible."""
-    batch, device = candidates.shape[0], candidates.device
+    (batch, width), device = candidates.shape, candidates.device
     correct = torch.empty(batch, dtype=torch.int32, device=device)
     bonus = torch.empty(batch, dtype=torch.int64, device=device)
-    launch = plan.launch
-    if launch is None:
-        launch = plan.launch = _launch(candidates, target_predict, verify_lens)
-    launch(device, candidates, target_predict, verify_lens, correct, bonus, faults.word(device))
+    if plan.launch is None:
+        block_width = power_of_two(width)
+        tile = tile_elements(GPU_TILE, INTERPRETER_TILE)
+        block_rows = max(1, min(tile // block_width, power_of_two(batch)))
+        plan.launch = Launch(
+            accept_kernel,
+            (blocks(batch, block_rows),),
+            (
+                batch,
+                *candidates.stride(),
+                *target_predict.stride(),
+                verify_lens.stride(0) if verify_lens is not None else 0,
+            ),
+            {
+                "WIDTH": width,
+                "BLOCK_ROWS": block_rows,
+                "BLOCK_WIDTH": block_width,
+                "HAS_VERIFY_LENS": verify_lens is not None,
+                "FAULT_MASK": VERIFY_LEN_FAULT,
+            },
+            {"num_warps": warps_for(block_rows * block_width), "enable_fp_fusion": False},
+        )
+    plan.launch(device, candidates, target_predict, verify_lens, correct, bonus, faults.word(device))
     return correct, bonus
-
-
-def _launch(candidates: torch.Tensor, target_predict: torch.Tensor, verify_lens: torch.Tensor | None) -> Launch:
-    batch, width = candidates.shape
-    block_width = power_of_two(width)
-    tile = tile_elements(GPU_TILE, INTERPRETER_TILE)
-    block_rows = max(1, min(tile // block_width, power_of_two(batch)))
-    return Launch(
-        accept_kernel,
-        (blocks(batch, block_rows),),
-        (
-            batch,
-            *candidates.stride(),
-            *target_predict.stride(),
-            verify_lens.stride(0) if verify_lens is not None else 0,
-        ),
-        {
-            "WIDTH": width,
-            "BLOCK_ROWS": block_rows,
-            "BLOCK_WIDTH": block_width,
-            "HAS_VERIFY_LENS": verify_lens is not None,
-            "FAULT_MASK": VERIFY_LEN_FAULT,
-        },
-        {"num_warps": warps_for(block_rows * block_width), "enable_fp_fusion": False},
-    )

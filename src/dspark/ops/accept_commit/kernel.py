@@ -113,52 +113,39 @@ def accept_commit_fused(
     interval: int | None,
 ) -> AcceptCommit:
     """See :func:`dspark.ops.fused_accept_commit`; ``plan`` is that of the arguments, eligible."""
-    batch, device = candidates.shape[0], candidates.device
+    (batch, width), device = candidates.shape, candidates.device
     correct = torch.empty(batch, dtype=torch.int32, device=device)
     bonus, commit_lens, new_seq_lens, last = (torch.empty(batch, dtype=torch.int64, device=device) for _ in range(4))
     track = None if interval is None else torch.empty(batch, dtype=torch.int64, device=device)
-    launch = plan.launch
-    if launch is None:
-        launch = plan.launch = _launch(candidates, target_predict, seq_lens, verify_lens, eos_ids, interval)
+    if plan.launch is None:
+        block_width = power_of_two(width)
+        tile = tile_elements(GPU_TILE, INTERPRETER_TILE)
+        block_rows = max(1, min(tile // block_width, power_of_two(batch)))
+        plan.launch = Launch(
+            accept_commit_kernel,
+            (blocks(batch, block_rows),),
+            (
+                batch,
+                eos_ids.numel() if eos_ids is not None else 0,
+                interval if interval is not None else 1,
+                *candidates.stride(),
+                *target_predict.stride(),
+                seq_lens.stride(0),
+                verify_lens.stride(0) if verify_lens is not None else 0,
+                eos_ids.stride(0) if eos_ids is not None else 0,
+            ),
+            {
+                "WIDTH": width,
+                "BLOCK_ROWS": block_rows,
+                "BLOCK_WIDTH": block_width,
+                "HAS_VERIFY_LENS": verify_lens is not None,
+                "HAS_EOS_IDS": eos_ids is not None,
+                "HAS_TRACK": interval is not None,
+                "FAULT_MASK": VERIFY_LEN_FAULT,
+            },
+            {"num_warps": warps_for(block_rows * block_width), "enable_fp_fusion": False},
+        )
     inputs = (candidates, target_predict, seq_lens, verify_lens, eos_ids)
     outputs = AcceptCommit(correct, bonus, commit_lens, new_seq_lens, last, track)
-    launch(device, *inputs, *outputs, faults.word(device))
+    plan.launch(device, *inputs, *outputs, faults.word(device))
     return outputs
-
-
-def _launch(
-    candidates: torch.Tensor,
-    target_predict: torch.Tensor,
-    seq_lens: torch.Tensor,
-    verify_lens: torch.Tensor | None,
-    eos_ids: torch.Tensor | None,
-    interval: int | None,
-) -> Launch:
-    batch, width = candidates.shape
-    block_width = power_of_two(width)
-    tile = tile_elements(GPU_TILE, INTERPRETER_TILE)
-    block_rows = max(1, min(tile // block_width, power_of_two(batch)))
-    return Launch(
-        accept_commit_kernel,
-        (blocks(batch, block_rows),),
-        (
-            batch,
-            eos_ids.numel() if eos_ids is not None else 0,
-            interval if interval is not None else 1,
-            *candidates.stride(),
-            *target_predict.stride(),
-            seq_lens.stride(0),
-            verify_lens.stride(0) if verify_lens is not None else 0,
-            eos_ids.stride(0) if eos_ids is not None else 0,
-        ),
-        {
-            "WIDTH": width,
-            "BLOCK_ROWS": block_rows,
-            "BLOCK_WIDTH": block_width,
-            "HAS_VERIFY_LENS": verify_lens is not None,
-            "HAS_EOS_IDS": eos_ids is not None,
-            "HAS_TRACK": interval is not None,
-            "FAULT_MASK": VERIFY_LEN_FAULT,
-        },
-        {"num_warps": warps_for(block_rows * block_width), "enable_fp_fusion": False},
-    )

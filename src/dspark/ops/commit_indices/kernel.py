@@ -93,43 +93,32 @@ def commit_indices_fused(
     interval: int,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """See :func:`dspark.ops.fused_commit_track_indices`; ``plan`` is that of the arguments, eligible."""
-    batch, device = accept_index.shape[0], accept_index.device
+    (batch, depth), device = accept_index.shape, accept_index.device
     last = torch.empty(batch, dtype=torch.int64, device=device)
     track = None if seq_lens is None else torch.empty(batch, dtype=torch.int64, device=device)
-    if batch:
-        launch = plan.launch
-        if launch is None:
-            launch = plan.launch = _launch(accept_index, accept_lens, seq_lens, draft_token_num, interval)
-        launch(device, accept_index, accept_lens, seq_lens, last, track, faults.word(device))
+    if batch == 0:
+        return last, track
+    if plan.launch is None:
+        block_rows = min(tile_elements(GPU_TILE, INTERPRETER_TILE), power_of_two(batch))
+        plan.launch = Launch(
+            commit_indices_kernel,
+            (blocks(batch, block_rows),),
+            (
+                batch,
+                draft_token_num,
+                interval,
+                *accept_index.stride(),
+                accept_lens.stride(0),
+                seq_lens.stride(0) if seq_lens is not None else 0,
+            ),
+            {
+                "DEPTH": depth,
+                "HAS_SEQ_LENS": seq_lens is not None,
+                "BLOCK_ROWS": block_rows,
+                "ACCEPT_LEN_MASK": ACCEPT_LEN_FAULT,
+                "SEQ_LEN_MASK": SEQ_LEN_FAULT,
+            },
+            {"num_warps": warps_for(block_rows), "enable_fp_fusion": False},
+        )
+    plan.launch(device, accept_index, accept_lens, seq_lens, last, track, faults.word(device))
     return last, track
-
-
-def _launch(
-    accept_index: torch.Tensor,
-    accept_lens: torch.Tensor,
-    seq_lens: torch.Tensor | None,
-    draft_token_num: int,
-    interval: int,
-) -> Launch:
-    batch, depth = accept_index.shape
-    block_rows = min(tile_elements(GPU_TILE, INTERPRETER_TILE), power_of_two(batch))
-    return Launch(
-        commit_indices_kernel,
-        (blocks(batch, block_rows),),
-        (
-            batch,
-            draft_token_num,
-            interval,
-            *accept_index.stride(),
-            accept_lens.stride(0),
-            seq_lens.stride(0) if seq_lens is not None else 0,
-        ),
-        {
-            "DEPTH": depth,
-            "HAS_SEQ_LENS": seq_lens is not None,
-            "BLOCK_ROWS": block_rows,
-            "ACCEPT_LEN_MASK": ACCEPT_LEN_FAULT,
-            "SEQ_LEN_MASK": SEQ_LEN_FAULT,
-        },
-        {"num_warps": warps_for(block_rows), "enable_fp_fusion": False},
-    )

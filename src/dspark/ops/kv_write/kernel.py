@@ -164,74 +164,56 @@ def kv_write_fused(
     pools: the int64 ``[L, 4]`` pointer table on the device of ``kv``. valid: of the pool table, if it has one.
     aligned_bytes: a power of two that divides every address of ``pools``, and every row stride in bytes.
     """
-    launch = plan.launch
-    if launch is None:
-        sizes = (pools.shape[0], kv_size, head_dim, eps, is_neox_style)
-        launch = plan.launch = _launch(kv, k_norm_weights, cos_sin_cache, rules, *sizes, valid, aligned_bytes)
+    if plan.launch is None:
+        tokens, num_heads = rules.locs.numel(), kv_size // head_dim
+        half = cos_sin_cache.shape[1] // 2
+        passed = head_dim - 2 * half
+        widest = power_of_two(num_heads)
+        tile = tile_for(tokens, GPU_TILES, INTERPRETER_TILE)
+        block_heads = min(widest, tile.heads)
+        block_tokens = tile.elements // (block_heads * power_of_two(head_dim))
+        block_tokens = max(1, min(block_tokens, power_of_two(tokens)))
+        layer_stride, token_stride = (kv.stride(0), kv.stride(1)) if kv.dim() == 3 else (2 * kv_size, kv.stride(0))
+        commit_lens = rules.commit_lens
+        plan.launch = Launch(
+            kv_write_kernel,
+            (blocks(tokens, block_tokens), blocks(num_heads, block_heads), pools.shape[0]),
+            (
+                tokens,
+                rules.row_width or 1,
+                rules.pool_rows or 0,
+                rules.reserved_rows,
+                rules.table_rows,
+                layer_stride,
+                token_stride,
+                *k_norm_weights.stride(),
+                cos_sin_cache.stride(0),
+                rules.positions.stride(0),
+                rules.locs.stride(0),
+                commit_lens.stride(0) if commit_lens is not None else 0,
+                valid.stride(0) if valid is not None else 0,
+                eps,
+            ),
+            {
+                "NUM_HEADS": num_heads,
+                "HEAD_DIM": head_dim,
+                "HALF": half,
+                "PASSED": passed,
+                "NEOX": is_neox_style,
+                "HAS_COMMIT_LENS": commit_lens is not None,
+                "HAS_POOL_ROWS": rules.pool_rows is not None,
+                "HAS_VALID": valid is not None,
+                "BLOCK_TOKENS": block_tokens,
+                "BLOCK_HEADS": block_heads,
+                "BLOCK_HALF": power_of_two(half),
+                "BLOCK_PASSED": power_of_two(max(passed, 1)),
+                "BLOCK_DIM": power_of_two(head_dim),
+                "ALIGNED_BYTES": aligned_bytes,
+                "LOC_FAULT_MASK": LOC_FAULT,
+                "POSITION_FAULT_MASK": POSITION_FAULT,
+            },
+            {"num_warps": tile.warps, "enable_fp_fusion": FP_CONTRACTION},
+        )
     inputs = (kv, pools, k_norm_weights, cos_sin_cache, rules.positions, rules.locs, rules.commit_lens)
     device = kv.device
-    launch(device, *inputs, valid, faults.word(device))
-
-
-def _launch(
-    kv: torch.Tensor,
-    k_norm_weights: torch.Tensor,
-    cos_sin_cache: torch.Tensor,
-    rules: RowRules,
-    num_layers: int,
-    kv_size: int,
-    head_dim: int,
-    eps: float,
-    is_neox_style: bool,
-    valid: torch.Tensor | None,
-    aligned_bytes: int,
-) -> Launch:
-    tokens, num_heads = rules.locs.numel(), kv_size // head_dim
-    half = cos_sin_cache.shape[1] // 2
-    passed = head_dim - 2 * half
-    widest = power_of_two(num_heads)
-    tile = tile_for(tokens, GPU_TILES, INTERPRETER_TILE)
-    block_heads = min(widest, tile.heads)
-    block_tokens = tile.elements // (block_heads * power_of_two(head_dim))
-    block_tokens = max(1, min(block_tokens, power_of_two(tokens)))
-    layer_stride, token_stride = (kv.stride(0), kv.stride(1)) if kv.dim() == 3 else (2 * kv_size, kv.stride(0))
-    commit_lens = rules.commit_lens
-    return Launch(
-        kv_write_kernel,
-        (blocks(tokens, block_tokens), blocks(num_heads, block_heads), num_layers),
-        (
-            tokens,
-            rules.row_width or 1,
-            rules.pool_rows or 0,
-            rules.reserved_rows,
-            rules.table_rows,
-            layer_stride,
-            token_stride,
-            *k_norm_weights.stride(),
-            cos_sin_cache.stride(0),
-            rules.positions.stride(0),
-            rules.locs.stride(0),
-            commit_lens.stride(0) if commit_lens is not None else 0,
-            valid.stride(0) if valid is not None else 0,
-            eps,
-        ),
-        {
-            "NUM_HEADS": num_heads,
-            "HEAD_DIM": head_dim,
-            "HALF": half,
-            "PASSED": passed,
-            "NEOX": is_neox_style,
-            "HAS_COMMIT_LENS": commit_lens is not None,
-            "HAS_POOL_ROWS": rules.pool_rows is not None,
-            "HAS_VALID": valid is not None,
-            "BLOCK_TOKENS": block_tokens,
-            "BLOCK_HEADS": block_heads,
-            "BLOCK_HALF": power_of_two(half),
-            "BLOCK_PASSED": power_of_two(max(passed, 1)),
-            "BLOCK_DIM": power_of_two(head_dim),
-            "ALIGNED_BYTES": aligned_bytes,
-            "LOC_FAULT_MASK": LOC_FAULT,
-            "POSITION_FAULT_MASK": POSITION_FAULT,
-        },
-        {"num_warps": tile.warps, "enable_fp_fusion": FP_CONTRACTION},
-    )
+    plan.launch(device, *inputs, valid, faults.word(device))

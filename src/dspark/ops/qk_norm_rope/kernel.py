@@ -137,66 +137,47 @@ def qk_norm_rope_fused(
 ) -> None:
     """See :func:`dspark.ops.table_qk_norm_rope_`; ``plan`` is that of the arguments, eligible and not empty."""
     tensors = (qkv, positions, q_weight, k_weight, cos_sin_cache)
-    launch = plan.launch
-    if launch is None:
-        call = (*tensors, num_q_heads, num_k_heads, head_dim, q_eps, k_eps, rotary_dim, is_neox_style)
-        launch = plan.launch = _launch(*call)
+    if plan.launch is None:
+        tokens = qkv.shape[0]
+        half, passed = rotary_dim // 2, head_dim - rotary_dim
+        widest = power_of_two(max(num_q_heads, num_k_heads))
+        tile = tile_for(tokens, GPU_TILES, INTERPRETER_TILE)
+        block_heads = min(widest, tile.heads)
+        block_tokens = tile.elements // (block_heads * power_of_two(head_dim))
+        block_tokens = max(1, min(block_tokens, power_of_two(tokens)))
+        grid = (
+            blocks(tokens, block_tokens),
+            blocks(num_q_heads, block_heads) + blocks(num_k_heads, block_heads),
+        )
+        plan.launch = Launch(
+            qk_norm_rope_kernel,
+            grid,
+            (
+                tokens,
+                cos_sin_cache.shape[0],
+                qkv.stride(0),
+                positions.stride(0),
+                q_weight.stride(0),
+                k_weight.stride(0),
+                cos_sin_cache.stride(0),
+                q_eps,
+                k_eps,
+            ),
+            {
+                "NUM_Q": num_q_heads,
+                "NUM_K": num_k_heads,
+                "HEAD_DIM": head_dim,
+                "HALF": half,
+                "PASSED": passed,
+                "NEOX": is_neox_style,
+                "BLOCK_TOKENS": block_tokens,
+                "BLOCK_HEADS": block_heads,
+                "BLOCK_HALF": power_of_two(half),
+                "BLOCK_PASSED": power_of_two(max(passed, 1)),
+                "STREAMED": tile.streamed,
+                "FAULT_MASK": POSITION_FAULT,
+            },
+            {"num_warps": tile.warps, "enable_fp_fusion": FP_CONTRACTION},
+        )
     device = qkv.device
-    launch(device, *tensors, faults.word(device))
-
-
-def _launch(
-    qkv: torch.Tensor,
-    positions: torch.Tensor,
-    q_weight: torch.Tensor,
-    k_weight: torch.Tensor,
-    cos_sin_cache: torch.Tensor,
-    num_q_heads: int,
-    num_k_heads: int,
-    head_dim: int,
-    q_eps: float,
-    k_eps: float,
-    rotary_dim: int,
-    is_neox_style: bool,
-) -> Launch:
-    tokens = qkv.shape[0]
-    half, passed = rotary_dim // 2, head_dim - rotary_dim
-    widest = power_of_two(max(num_q_heads, num_k_heads))
-    tile = tile_for(tokens, GPU_TILES, INTERPRETER_TILE)
-    block_heads = min(widest, tile.heads)
-    block_tokens = tile.elements // (block_heads * power_of_two(head_dim))
-    block_tokens = max(1, min(block_tokens, power_of_two(tokens)))
-    grid = (
-        blocks(tokens, block_tokens),
-        blocks(num_q_heads, block_heads) + blocks(num_k_heads, block_heads),
-    )
-    return Launch(
-        qk_norm_rope_kernel,
-        grid,
-        (
-            tokens,
-            cos_sin_cache.shape[0],
-            qkv.stride(0),
-            positions.stride(0),
-            q_weight.stride(0),
-            k_weight.stride(0),
-            cos_sin_cache.stride(0),
-            q_eps,
-            k_eps,
-        ),
-        {
-            "NUM_Q": num_q_heads,
-            "NUM_K": num_k_heads,
-            "HEAD_DIM": head_dim,
-            "HALF": half,
-            "PASSED": passed,
-            "NEOX": is_neox_style,
-            "BLOCK_TOKENS": block_tokens,
-            "BLOCK_HEADS": block_heads,
-            "BLOCK_HALF": power_of_two(half),
-            "BLOCK_PASSED": power_of_two(max(passed, 1)),
-            "STREAMED": tile.streamed,
-            "FAULT_MASK": POSITION_FAULT,
-        },
-        {"num_warps": tile.warps, "enable_fp_fusion": FP_CONTRACTION},
-    )
+    plan.launch(device, *tensors, faults.word(device))

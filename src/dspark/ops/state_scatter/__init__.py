@@ -200,12 +200,12 @@ def _scatter(pairs: tuple[Pair, ...], indices: _Indices, names: tuple[str, ...],
         if faults.debugging():
             for rows in sets:
                 report_duplicates(rows, pairs[0])
-        if taken is not dispatch.Path.FUSED:
-            state_scatter_eager(pairs, sets)
-        else:
+        if taken is dispatch.Path.FUSED:
             if plan.launches is None:
                 plan.launches = _kernel().launches(pairs, sets)
             _kernel().state_scatter_fused(plan.launches, sets)
+        else:
+            state_scatter_eager(pairs, sets)
     faults.finish(indices.slots.device)
 
 
