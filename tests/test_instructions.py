@@ -159,6 +159,39 @@ CHANGES = {
     "a rounding less": Change(
         "norm_rope", ".to(tl.bfloat16).to(tl.float32)", "", KV, "sm_90", "in the IR: 2, declared 4"
     ),
+    "no wait": Change(
+        "state_scatter",
+        "    wait_for_prerequisite_grids(DEPENDENT_LAUNCH)\n",
+        "",
+        "state_scatter/inkling/commit-set",
+        "sm_90",
+        "griddepcontrol.wait: got ld.global",
+    ),
+    "a wait after the first load": Change(
+        "commit_indices",
+        "    wait_for_prerequisite_grids(DEPENDENT_LAUNCH)\n",
+        "    first = tl.load(accept_lens_ptr).to(tl.int64)\n    wait_for_prerequisite_grids(DEPENDENT_LAUNCH)\n"
+        "    tl.store(last_ptr, first)\n",
+        "commit_indices/inkling-draft/last*",
+        "sm_100",
+        "griddepcontrol.wait: got ld.global",
+    ),
+    "the next kernel let in": Change(
+        "dependent_launch",
+        "        tl.extra.cuda.gdc_wait()\n",
+        "        tl.extra.cuda.gdc_wait()\n        tl.extra.cuda.gdc_launch_dependents()\n",
+        "accept/inkling*",
+        "sm_90",
+        "griddepcontrol.wait: got griddepcontrol.wait, griddepcontrol.launch_dependents",
+    ),
+    "a wait where nothing can wait": Change(
+        "dependent_launch",
+        "if DEPENDENT_LAUNCH:",
+        "if True:",
+        "accept/inkling*",
+        "sm_80",
+        "does not compile|griddepcontrol",
+    ),
     "floating arithmetic on integers": Change(
         "accept",
         "correct * target_stride_column",

@@ -13,7 +13,7 @@ import torch
 
 from dspark import machine
 from dspark.ops.kv_write import kernel as kv_write
-from dspark.ops.launch import Launch, Tile, tile_elements, tile_for, warps_for
+from dspark.ops.launch import Launch, Tile, dependent_launch, tile_elements, tile_for, warps_for
 from dspark.ops.qk_norm_rope import kernel as qk_norm_rope
 
 MEASURED = (Tile(8, 1, 2, 3), Tile(64, 4, 5, 6), Tile(float("inf"), 7, 8, 9))
@@ -54,9 +54,9 @@ class CompiledKernel:
 
 
 class Kernel:
-    """Stands for a jit function with the parameters ``a_ptr, b_ptr, count, WIDE, FAST``."""
+    """Stands for a jit function with the parameters ``a_ptr, b_ptr, count, WIDE, DEPENDENT_LAUNCH, FAST``."""
 
-    arg_names = ("a_ptr", "b_ptr", "count", "WIDE", "FAST")
+    arg_names = ("a_ptr", "b_ptr", "count", "WIDE", "DEPENDENT_LAUNCH", "FAST")
 
     def __init__(self, made: object) -> None:
         self.made = made
@@ -95,9 +95,58 @@ def test_what_was_compiled_is_launched_with_addresses_in_the_order_of_the_parame
     first = (at(32), None)
     for tensors in (first, (at(64), None), (at(16), at(48))):
         launch(CPU, *tensors)
-    assert kernel.looks == [((3, 2), (*first, 7), {"FAST": True, "WIDE": 5, "num_warps": 4})]
-    grid, rest = (3, 2, 1), (7, 5, True)
+    keywords = {"FAST": True, "WIDE": 5, "DEPENDENT_LAUNCH": False, "num_warps": 4}
+    assert kernel.looks == [((3, 2), (*first, 7), keywords)]
+    grid, rest = (3, 2, 1), (7, 5, False, True)
     assert kernel.made.launches == [(grid, (64, 0, *rest)), (grid, (16, 48, *rest))]  # type: ignore[attr-defined]
+
+
+@pytest.mark.usefixtures("compiling")
+def test_a_dependent_launch_says_so_to_triton_and_to_the_kernel() -> None:
+    kernel = Kernel(CompiledKernel())
+    launch = launch_of(kernel)
+    with mock.patch("dspark.ops.launch.dependent_launch", return_value=True):
+        launch(CPU, at(32), None)
+        launch(CPU, at(64), None)
+    (_, _, keywords), *others = kernel.looks
+    assert others == []
+    assert keywords == {"FAST": True, "WIDE": 5, "DEPENDENT_LAUNCH": True, "num_warps": 4, "launch_pdl": True}
+    assert kernel.made.launches == [((3, 2, 1), (64, 0, 7, 5, True, True))]  # type: ignore[attr-defined]
+
+
+CUDA = torch.device("cuda", 1)
+
+
+@pytest.mark.usefixtures("compiling")
+@pytest.mark.parametrize(
+    ("device", "capability", "hip", "dependent"),
+    [
+        (CUDA, (8, 0), None, False),
+        (CUDA, (8, 9), None, False),
+        (CUDA, (9, 0), None, True),
+        (CUDA, (10, 0), None, True),
+        (CUDA, (12, 1), None, True),
+        (CUDA, (9, 4), "6.2", False),
+        (CPU, (9, 0), None, False),
+        (torch.device("meta"), (9, 0), None, False),
+    ],
+)
+def test_launches_are_dependent_where_cuda_can_do_it(
+    device: torch.device, capability: tuple[int, int], hip: str | None, dependent: bool
+) -> None:
+    with (
+        mock.patch.object(torch.cuda, "get_device_capability", side_effect={CUDA: capability}.get),
+        mock.patch.object(torch.version, "hip", hip),
+    ):
+        assert dependent_launch(device) is dependent
+
+
+def test_the_interpreter_launches_nothing_dependent() -> None:
+    with (
+        machine.injected(interpreter=True),
+        mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)),
+    ):
+        assert dependent_launch(CUDA) is False
 
 
 @pytest.mark.usefixtures("compiling")

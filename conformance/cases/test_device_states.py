@@ -6,7 +6,6 @@ that writes both and hopes for the order is seen by the same data: the last case
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from dspark.ops import scatter_mamba_states_after_mtp_verify
 from dspark.ops.state_scatter import kernel
 
 from ..fixtures.guard import Arena
+from ..fixtures.kernel_source import edited
 from ..fixtures.ledger import Label, expect_equal
 from ..fixtures.streams import Stream
 
@@ -125,22 +125,10 @@ def test_f3_15_track_wins_in_grids_of_many_waves(grid: str, arena: Arena) -> Non
 def test_a_kernel_that_does_not_give_way_is_seen(
     grid: str, arena: Arena, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernel, "state_scatter_kernel", without_giving_way(tmp_path))
+    line = "commits = tl.max(overwritten, axis=0) == 0"
+    hasty = edited(kernel, line, line.replace("==", ">="), tmp_path)
+    monkeypatch.setattr(kernel, "state_scatter_kernel", hasty.state_scatter_kernel)
     size = GRIDS[grid] if arena.device.type == "cuda" else SMALL
     draws, repetitions = counts(arena)
     total = sum(differing for _, differing in differences(size, draws, repetitions, arena.device))
     expect_equal(LABEL, "whether a commit row came after a track row", total > 0, True)
-
-
-def without_giving_way(folder: Path) -> Any:
-    """The kernel with its one line of order taken out, from a file of its own, since Triton reads the source."""
-    text, line = Path(kernel.__file__).read_text(encoding="utf-8"), "commits = tl.max(overwritten, axis=0) == 0"
-    assert text.count(line) == 1
-    place = folder / "without_giving_way.py"
-    place.write_text(text.replace(line, line.replace("==", ">=")), encoding="utf-8")
-    spec = importlib.util.spec_from_file_location(place.stem, place)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.state_scatter_kernel

@@ -96,13 +96,15 @@ BROKEN = {
     "a loaded value is widened before anything else": "x = tl.load(p) * 2",
     "a reduction names its axis": "x = tl.sum(y)",
     "a bf16 value is stored or widened, never computed with": "x = y.to(tl.bfloat16) * 2",
+    "a kernel that is launched waits before anything else": "rows = tl.program_id(0)",
     "no // or % on run-time values: the interpreter and the compiler round them differently": "x = y // BLOCK",
 }
 
 
 @pytest.mark.parametrize("rule", BROKEN)
 def test_source_rules_see_a_breach(rule: str) -> None:
-    kernel = f"@triton.jit\ndef kernel(p, y, m, BLOCK):\n    {BROKEN[rule]}\n"
+    name = "launched_kernel" if "launched" in rule else "kernel"
+    kernel = f"@triton.jit\ndef {name}(p, y, m, BLOCK):\n    {BROKEN[rule]}\n"
     expect_equal(LABEL, rule, [breach.rule for breach in breaches(kernel)], [rule])
 
 

@@ -36,6 +36,7 @@ class Launch:
     """A launch of a kernel that calls share: all of it but the tensors.
 
     kernel: a jit function whose parameters are tensors (or None), then ``numbers`` in their order, then ``constants``.
+    After those comes the constant ``DEPENDENT_LAUNCH``, which is not given: the device decides.
     grid: at most three counts. options: Triton's own, e.g. ``num_warps``.
 
     Triton specialises a kernel by the types of its arguments, the values of its numbers, and the addresses that 16
@@ -67,22 +68,35 @@ class Launch:
                     compiled(*addresses, *self._rest)
                 return
         with launching(device):
-            self._specialised(tensors)
+            self._specialised(dependent_launch(device), tensors)
 
-    def _specialised(self, tensors: Sequence[torch.Tensor | None]) -> None:
+    def _specialised(self, dependent: bool, tensors: Sequence[torch.Tensor | None]) -> None:
         memory = [_in_bytes(tensor) for tensor in tensors]
-        made = self.kernel[self.grid](*memory, *self.numbers, **self.constants, **self.options)
+        constants = {**self.constants, "DEPENDENT_LAUNCH": dependent}
+        # The option is one of NVIDIA's backend alone.
+        options = {**self.options, "launch_pdl": True} if dependent else self.options
+        made = self.kernel[self.grid](*memory, *self.numbers, **constants, **options)
         if machine.facts().interpreter or any(t.data_ptr() % WIDEST_ACCESS for t in memory if t is not None):
             return
         if type(made).__name__ == _COMPILED:  # a hook of Triton's cache may have kept it from compiling
             names = self.kernel.arg_names[len(memory) + len(self.numbers) :]
-            self._rest = (*self.numbers, *[self.constants[name] for name in names])
+            self._rest = (*self.numbers, *[constants[name] for name in names])
             self._compiled = made[(*self.grid, 1, 1)[:3]]
 
 
 def _in_bytes(tensor: torch.Tensor | None) -> torch.Tensor | None:
     """``tensor``; bools as the bytes that they are in memory, since Triton's own are bits."""
     return tensor.view(torch.int8) if tensor is not None and tensor.dtype is torch.bool else tensor
+
+
+def dependent_launch(device: torch.device) -> bool:
+    """Whether a kernel on ``device`` is launched while the one before it in the stream ends, and waits for it itself.
+
+    Where CUDA can do that: from compute capability 9.0 on (see ``dependent_launch/kernel.py``).
+    """
+    if device.type != "cuda" or torch.version.hip is not None or machine.facts().interpreter:
+        return False
+    return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def power_of_two(count: int) -> int:

@@ -20,6 +20,7 @@ import triton.language as tl
 
 from dspark import faults
 from dspark.ops.accept.checks import VERIFY_LEN_FAULT
+from dspark.ops.dependent_launch.kernel import wait_for_prerequisite_grids
 from dspark.ops.launch import Launch, blocks, power_of_two, tile_elements, warps_for
 from dspark.ops.plans import KernelPlan
 
@@ -93,7 +94,9 @@ def accept_kernel(
     BLOCK_WIDTH: tl.constexpr,
     HAS_VERIFY_LENS: tl.constexpr,
     FAULT_MASK: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
 ):
+    wait_for_prerequisite_grids(DEPENDENT_LAUNCH)
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS).to(tl.int64)
     row_live = rows < batch
     columns = tl.arange(0, BLOCK_WIDTH).to(tl.int64)

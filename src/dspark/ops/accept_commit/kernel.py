@@ -22,6 +22,7 @@ from dspark.ops.accept.kernel import accept_window, report_verify_lens
 from dspark.ops.accept_commit.checks import VERIFY_LEN_FAULT
 from dspark.ops.accept_commit.result import AcceptCommit
 from dspark.ops.commit_indices.kernel import completing_entry
+from dspark.ops.dependent_launch.kernel import wait_for_prerequisite_grids
 from dspark.ops.launch import Launch, blocks, power_of_two, tile_elements, warps_for
 from dspark.ops.plans import KernelPlan
 
@@ -61,7 +62,9 @@ def accept_commit_kernel(
     HAS_EOS_IDS: tl.constexpr,
     HAS_TRACK: tl.constexpr,
     FAULT_MASK: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
 ):
+    wait_for_prerequisite_grids(DEPENDENT_LAUNCH)
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS).to(tl.int64)
     in_batch = rows < batch
     columns = tl.arange(0, BLOCK_WIDTH).to(tl.int64)

@@ -17,6 +17,7 @@ import triton.language as tl
 
 from dspark import faults
 from dspark.ops.commit_indices.checks import ACCEPT_LEN_FAULT, SEQ_LEN_FAULT
+from dspark.ops.dependent_launch.kernel import wait_for_prerequisite_grids
 from dspark.ops.index_math.kernel import nonnegative_quotient
 from dspark.ops.launch import Launch, blocks, power_of_two, tile_elements, warps_for
 from dspark.ops.plans import KernelPlan
@@ -60,7 +61,9 @@ def commit_indices_kernel(
     BLOCK_ROWS: tl.constexpr,
     ACCEPT_LEN_MASK: tl.constexpr,
     SEQ_LEN_MASK: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
 ):
+    wait_for_prerequisite_grids(DEPENDENT_LAUNCH)
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS).to(tl.int64)
     in_batch = rows < batch
     accepted = tl.load(accept_lens_ptr + rows * accept_lens_stride, mask=in_batch, other=0).to(tl.int64)

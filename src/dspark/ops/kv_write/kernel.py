@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 
 from dspark import faults
+from dspark.ops.dependent_launch.kernel import wait_for_prerequisite_grids
 from dspark.ops.index_math.kernel import nonnegative_quotient
 from dspark.ops.kv_write.checks import LOC_FAULT, POSITION_FAULT
 from dspark.ops.kv_write.eager import RowRules
@@ -77,7 +78,9 @@ def kv_write_kernel(
     ALIGNED_BYTES: tl.constexpr,
     LOC_FAULT_MASK: tl.constexpr,
     POSITION_FAULT_MASK: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
 ):
+    wait_for_prerequisite_grids(DEPENDENT_LAUNCH)
     rows = tl.program_id(0).to(tl.int64) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS).to(tl.int64)
     layer = tl.program_id(2).to(tl.int64)
     k_pool = tl.load(pools_ptr + layer * 4).to(tl.int64).to(tl.pointer_type(tl.bfloat16))

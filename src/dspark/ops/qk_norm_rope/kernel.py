@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from dspark import faults
+from dspark.ops.dependent_launch.kernel import wait_for_prerequisite_grids
 from dspark.ops.launch import Launch, Tile, blocks, power_of_two, tile_for
 from dspark.ops.norm_rope.kernel import norm_rotate_heads, report
 from dspark.ops.plans import KernelPlan
@@ -53,7 +54,9 @@ def qk_norm_rope_kernel(
     BLOCK_PASSED: tl.constexpr,
     STREAMED: tl.constexpr,
     FAULT_MASK: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
 ):
+    wait_for_prerequisite_grids(DEPENDENT_LAUNCH)
     rows = tl.program_id(0).to(tl.int64) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS).to(tl.int64)
     row_in_batch = rows < tokens
     positions = tl.load(positions_ptr + rows * positions_stride, mask=row_in_batch, other=0).to(tl.int64)

@@ -31,6 +31,7 @@ import triton
 import triton.language as tl
 
 from dspark import faults, pointers
+from dspark.ops.dependent_launch.kernel import wait_for_prerequisite_grids
 from dspark.ops.index_math.kernel import nonnegative_quotient
 from dspark.ops.launch import WIDEST_ACCESS, Launch, blocks, power_of_two, tile_elements
 from dspark.ops.state_scatter.checks import SLOT_FAULT, SOURCE_FAULT, STEP_FAULT, Pair, RowSet
@@ -117,7 +118,9 @@ def state_scatter_kernel(
     SLOT_MASK: tl.constexpr,
     SOURCE_MASK: tl.constexpr,
     STEP_MASK: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
 ):
+    wait_for_prerequisite_grids(DEPENDENT_LAUNCH)
     row = nonnegative_quotient(tl.program_id(0), chunks)
     chunk = tl.program_id(0) - row * chunks
     candidate = tl.arange(0, BLOCK_TYPES)

@@ -1,0 +1,1 @@
+"""A launch that overlaps the end of the kernel before it."""
