@@ -18,6 +18,7 @@ from conformance.fixtures.golden import options
 from conformance.fixtures.lane import Lane
 from conformance.fixtures.ledger import Label, Ledger, Row, expect_equal
 from dspark import dispatch, faults
+from dspark.ops import accept
 
 LABEL = Label("topic", "-")
 CASE = "conformance/cases/test_a.py::test_x[1]"
@@ -390,3 +391,10 @@ def test_a_run_of_a_part_says_why(book: Ledger, monkeypatch: pytest.MonkeyPatch)
 
 def test_a_case_has_one_id_wherever_the_suite_is() -> None:
     assert plugin.case_id("a/b/test_c.py::test_d[x::y]") == "test_c.py::test_d[x::y]"
+
+
+def test_a_case_begins_without_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = accept._plans
+    plugin.no_plans.__wrapped__(monkeypatch)
+    assert accept._plans is not before
+    assert not accept._plans._plans

@@ -92,7 +92,6 @@ def state_scatter_kernel(
     track_steps_ptr,
     fault_ptr,
     rows,
-    chunks,
     types,
     layers,
     slots,
@@ -121,8 +120,9 @@ def state_scatter_kernel(
     DEPENDENT_LAUNCH: tl.constexpr,
 ):
     wait_for_prerequisite_grids(DEPENDENT_LAUNCH)
-    row = nonnegative_quotient(tl.program_id(0), chunks)
-    chunk = tl.program_id(0) - row * chunks
+    # The rows of a chunk follow each other: of one row, which Triton knows, nothing is divided.
+    chunk = nonnegative_quotient(tl.program_id(0), rows)
+    row = tl.program_id(0) - chunk * rows
     candidate = tl.arange(0, BLOCK_TYPES)
     first_chunks = tl.load(table_ptr + candidate * TYPE_WORDS, mask=candidate < types, other=1 << 40).to(tl.int64)
     type_ptr = table_ptr + (tl.sum((first_chunks <= chunk).to(tl.int32), axis=0) - 1) * TYPE_WORDS
@@ -259,7 +259,6 @@ def _launch(
         (rows * sum(counts), blocks(layers, block_layers)),
         (
             rows,
-            sum(counts),
             len(types),
             layers,
             slots,
