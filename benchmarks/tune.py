@@ -85,6 +85,7 @@ SPACES: Mapping[str, Space] = {
             "GPU_TILE": (1024, 2048, 4096, 8192, 16384),
             "GPU_WINDOW_TILE": (1024, 2048, 4096, 8192, 16384),
             "GPU_WARPS": (1, 2, 4, 8),
+            "GPU_WINDOW_WARPS": (1, 2, 4, 8),
         },
     ),
 }

@@ -318,3 +318,22 @@ def test_what_is_declared_to_the_compiler_is_true(address: str, declared: int, a
         expect_equal(label, "declared alignment", walk.aligned_bytes, declared)
         addresses = [words[0] * walk.word_bytes, *words[1:8]]
         expect_equal(label, "what is not aligned", [word for word in addresses if word % walk.aligned_bytes], [])
+
+
+@pytest.mark.parametrize(("address", "declared"), [("as-placed", 16), ("one-element-on", 2), ("two-elements-on", 2)])
+def test_what_is_declared_of_windows_is_true_of_the_destination(address: str, declared: int, arena: Arena) -> None:
+    """Their source begins anywhere, and is read word by word."""
+    on = {"as-placed": 0, "one-element-on": 1, "two-elements-on": 2}[address]
+    storage = torch.zeros(4096, dtype=torch.bfloat16, device=arena.device)
+    rows = torch.zeros(1 + 2 * 3 * 16 * 6, dtype=torch.bfloat16, device=arena.device)
+    src = rows[1:].view(2, 3, 16, 6).unfold(3, 3, 1).permute(0, 1, 3, 2, 4)
+    for start, layer, slot in ((on, 1024, 64), (0, 1024 + on, 64), (0, 1024, 64 + on)):
+        dst = storage[start:].as_strided((2, 5, 16, 3), (layer, slot, 3, 1))
+        walk, words = kernel.walk_of(Pair(dst, src, "dst", "src", window=True))
+        label = Label(OP, "fused")
+        expect_equal(label, "declared of windows", (walk.inner, walk.word_bytes, walk.aligned_bytes), (3, 2, declared))
+        addresses = [words[0] * walk.word_bytes, *words[1:4]]
+        expect_equal(label, "what is not aligned", [word for word in addresses if word % walk.aligned_bytes], [])
+    src, dst = src[..., :15, :], storage.as_strided((2, 5, 15, 3), (1024, 64, 3, 1))
+    walk, _ = kernel.walk_of(Pair(dst, src, "dst", "src", window=True))
+    expect_equal(Label(OP, "fused"), "declared of an entry that 16 bytes do not divide", walk.aligned_bytes, 2)
