@@ -1,4 +1,4 @@
-"""``python -m benchmarks.report RECORD``: README.md and the pictures beside it, from a record and nothing else."""
+"""``python -m benchmarks.report [RECORD...]``: README.md and the pictures beside it, from records and nothing else."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from .targets import MET, UNMEASURED, Verdict, by_case, median, verdicts
 
 Row = dict[str, Any]
 HERE = Path(__file__).resolve().parent
+COMMITTED = [HERE / "records" / name for name in ("h200-bench.json", "h200-bench-accept.json")]
+"""What the committed page is made of: the second compiles what the first had no time left for."""
 GROWTH, BANDWIDTH = "growth.svg", "bandwidth.svg"
 INTRODUCTION = """\
 # Benchmarks
@@ -39,8 +41,8 @@ release; none of its code is in this repository), the eager path, and the eager 
   keep the rounding to bf16 that the contract asks for (`emulate_precision_casts`).
 
 Run it: `dspark bench --sglang PATH --json FILE`, `dspark bench --help` for less. Without a GPU, `dspark bench` times
-the suite instead, and says so. Then `python -m benchmarks.report FILE` writes this page. Times vary between runs and
-machines; ratios within one run are what counts.
+the suite instead, and says so. Then `python -m benchmarks.report FILE` writes this page; of several files, the last that
+has an operation gives all its figures. Times vary between runs and machines; ratios within one run are what counts.
 """
 
 
@@ -61,10 +63,20 @@ def microseconds(timing: dict[str, Any] | None) -> str:
     return f"{number(timing['median'])} ({number(timing['p10'])}-{number(timing['p90'])})"
 
 
+def without_overtaken(records: Sequence[Row]) -> list[Row]:
+    """The records without the operations that a later one measured too, so that each has its contenders of one run."""
+    kept = []
+    for place, record in enumerate(records):
+        later = {row["op"] for other in records[place + 1 :] for row in other["measurements"]}
+        parts = ("checks", "measurements", "growth")
+        kept.append(record | {part: [row for row in record[part] if row["op"] not in later] for part in parts})
+    return kept
+
+
 def run_lines(record: Row) -> Iterator[str]:
     """What was run, where and when."""
     versions = ", ".join(f"{name} {value}" for name, value in record["versions"].items())
-    yield "## The run"
+    yield f"## The run of {', '.join(dict.fromkeys(row['op'] for row in record['measurements']))}"
     yield ""
     yield f"- {record['date']}, `{record['command']}`, {record['seconds']:.0f} s"
     yield f"- {versions}; peer: {record['peer'] or 'none'}"
@@ -231,36 +243,47 @@ def pictures(record: Row) -> dict[str, str]:
     return found
 
 
-def page(record: Row) -> str:
+def joined(records: Sequence[Row]) -> Row:
+    """Their rows as those of one; the rates are the first's."""
+    parts = ("checks", "measurements", "growth")
+    return records[0] | {part: [row for record in records for row in record[part]] for part in parts}
+
+
+def page(records: Sequence[Row]) -> str:
     """README.md."""
-    rows = record["measurements"]
-    lines = [INTRODUCTION, *run_lines(record)]
-    lines += [f"![{name.removesuffix('.svg')}](pictures/{name})\n" for name in pictures(record)]
+    records = without_overtaken(records)
+    whole = joined(records)
+    rows = whole["measurements"]
+    lines = [INTRODUCTION, *(line for record in records for line in run_lines(record))]
+    lines += [f"![{name.removesuffix('.svg')}](pictures/{name})\n" for name in pictures(whole)]
     lines += target_lines(rows)
     for op, shape in dict.fromkeys((row["op"], row["shape"]) for row in rows):
         lines += op_lines(rows, op, shape)
-    lines += check_lines(record["checks"])
+    lines += check_lines(whole["checks"])
     return "\n".join(lines).rstrip() + "\n"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; ``argv`` without the program's name."""
     parser = argparse.ArgumentParser(prog="benchmarks.report", description=__doc__)
-    parser.add_argument("record", type=Path, help="what `dspark bench --json` wrote")
+    parser.add_argument("records", type=Path, nargs="*", metavar="RECORD", help="what `dspark bench --json` wrote")
     parser.add_argument("--folder", type=Path, default=HERE, help="where README.md goes (default: beside this file)")
     arguments = parser.parse_args(argv)
-    try:
-        record = json.loads(arguments.record.read_text())
-    except (OSError, ValueError) as error:
-        print(f"benchmarks.report: {arguments.record}: {error}", file=sys.stderr)
-        return 2
-    if record.get("kind") != "bench" or "measurements" not in record:
-        print(f"benchmarks.report: {arguments.record}: not the record of a run on a GPU", file=sys.stderr)
-        return 2
+    records = []
+    for path in arguments.records or COMMITTED:
+        try:
+            record = json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            print(f"benchmarks.report: {path}: {error}", file=sys.stderr)
+            return 2
+        if record.get("kind") != "bench" or "measurements" not in record:
+            print(f"benchmarks.report: {path}: not the record of a run on a GPU", file=sys.stderr)
+            return 2
+        records.append(record)
     folder = arguments.folder / "pictures"
     folder.mkdir(parents=True, exist_ok=True)
-    (arguments.folder / "README.md").write_text(page(record))
-    for name, text in pictures(record).items():
+    (arguments.folder / "README.md").write_text(page(records))
+    for name, text in pictures(joined(without_overtaken(records))).items():
         (folder / name).write_text(text)
     return 0
 

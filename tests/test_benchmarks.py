@@ -544,15 +544,31 @@ def test_the_report_refuses_what_is_no_record(tmp_path: Path, capsys: pytest.Cap
     assert "not the record of a run on a GPU" in capsys.readouterr().err
 
 
-def test_the_committed_page_is_the_one_that_its_record_gives() -> None:
-    records = sorted((ROOT / "benchmarks" / "records").glob("*bench*.json"))
-    page = ROOT / "benchmarks" / "README.md"
-    assert page.is_file() == bool(records)
-    for record in records[-1:]:
-        data = json.loads(record.read_text())
-        assert page.read_text() == report.page(data)
-        for name, text in report.pictures(data).items():
-            assert (ROOT / "benchmarks" / "pictures" / name).read_text() == text
+def test_the_committed_page_is_the_one_that_its_records_give(tmp_path: Path) -> None:
+    assert report.main(["--folder", str(tmp_path)]) == 0
+    for made in tmp_path.rglob("*.*"):
+        assert (ROOT / "benchmarks" / made.relative_to(tmp_path)).read_text() == made.read_text()
+    assert len(list(tmp_path.rglob("*.*"))) == 3
+
+
+def test_an_operation_has_its_figures_from_the_last_run_that_has_any(tmp_path: Path) -> None:
+    later = {
+        **HAND,
+        "date": "2026-12-31",
+        "copy_rate": 2e10,
+        "checks": [],
+        "measurements": [row("kv_write", "A", 8, "fused", 1.0), row("kv_write", "A", 8, "compile", 3.25)],
+        "growth": [],
+    }
+    text = report.page([HAND, later])
+    assert "## The run of state_scatter, accept, write_target_hidden_kv, qk_norm_rope\n" in text
+    assert "## The run of kv_write\n\n- 2026-12-31" in text
+    assert "3.25 (3.25-3.25)" in text
+    assert "| accept, C, 64 | ok |" in text
+    assert "- copy rate 0.02 TB/s" in text
+    assert "4.40" not in text
+    assert "V: 1 of 2" not in text
+    assert text.count("## kv_write") == 1
 
 
 def test_a_chart_places_points_on_logarithmic_axes() -> None:
@@ -600,7 +616,7 @@ def test_a_tile_is_not_timed_with_the_launch_of_another(monkeypatch: pytest.Monk
     case = TINY["qk_norm_rope"][0]
     (contender, *_) = case.build(CPU, 1).contenders(Asked(frozenset()))
     warps = []
-    monkeypatch.setattr(Launch, "_specialised", lambda launch, tensors: warps.append(launch.options["num_warps"]))
+    monkeypatch.setattr(Launch, "_specialised", lambda launch, *_: warps.append(launch.options["num_warps"]))
     monkeypatch.setattr(qk_kernel, "tile_for", lambda rows, tiles, interpreter: tiles[-1])
     space = tune.Space("dspark.ops.qk_norm_rope.kernel", {"warps": (1, 4)}, "GPU_TILES")
     for count in (1, 8, 2):
