@@ -41,8 +41,8 @@ release; none of its code is in this repository), the eager path, and the eager 
   keep the rounding to bf16 that the contract asks for (`emulate_precision_casts`).
 
 Run it: `dspark bench --sglang PATH --json FILE`, `dspark bench --help` for less. Without a GPU, `dspark bench` times
-the suite instead, and says so. Then `python -m benchmarks.report FILE` writes this page; of several files, the last that
-has an operation gives all its figures. Times vary between runs and machines; ratios within one run are what counts.
+the suite instead, and says so. Then `python -m benchmarks.report FILE` writes this page; of several files, the last
+that has an operation gives all its figures. Times vary between runs and machines; ratios within one run are what counts.
 """
 
 
