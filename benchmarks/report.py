@@ -42,7 +42,7 @@ release; none of its code is in this repository), the eager path, and the eager 
 
 Run it: `dspark bench --sglang PATH --json FILE`, `dspark bench --help` for less. Without a GPU, `dspark bench` times
 the suite instead, and says so. Then `python -m benchmarks.report FILE` writes this page; of several files, the last
-that has an operation gives all its figures. Times vary between runs and machines; ratios within one run are what counts.
+that has an operation gives all its figures. Times vary between runs and machines; ratios within one run count.
 """
 
 
