@@ -16,7 +16,7 @@ from .targets import MET, UNMEASURED, Verdict, by_case, median, verdicts
 
 Row = dict[str, Any]
 HERE = Path(__file__).resolve().parent
-COMMITTED = [HERE / "records" / name for name in ("h200-bench.json", "h200-bench-accept.json")]
+COMMITTED = [HERE / "records" / name for name in ("h200-bench.json", "h200-accept-bench.json")]
 """What the committed page is made of: the second compiles what the first had no time left for."""
 GROWTH, BANDWIDTH = "growth.svg", "bandwidth.svg"
 INTRODUCTION = """\
