@@ -22,8 +22,8 @@ import conformance
 import dspark
 from conformance.fixtures.instructions import jobs
 from conformance.fixtures.instructions.compiler import Compiled
-from conformance.fixtures.instructions.contracts import CONTRACTS
-from conformance.fixtures.instructions.rules import instructions, masked_loads, narrow_products
+from conformance.fixtures.instructions.contracts import AMD_MODE, CONTRACTS
+from conformance.fixtures.instructions.rules import breaches, instructions, masked_loads, narrow_products
 from conformance.fixtures.instructions.table import ROWS, TARGETS
 from conformance.fixtures.instructions.ttir import Function
 
@@ -291,3 +291,19 @@ def test_instructions_are_named_with_their_rounding_and_counted() -> None:
     assert instructions(compiled) == {"mul.f32": 2, "fma.rn.ftz.f32": 1}
     compiled = Compiled({"amdgcn": "\tv_mul_f32_e32 v1, v2, v3\n\tv_add_u32_e32 v1, v2, v3\n"}, 0, False, {}, 0.0)
     assert instructions(compiled) == {"v_mul_f32": 1}
+
+
+@pytest.mark.parametrize(
+    ("llvm", "seen"),
+    [
+        ("  %1 = bitcast <2 x i32> %0 to <2 x float>\n  %2 = insertelement <2 x float> %1, float 0.0, i64 1\n", False),
+        ("  %1 = bitcast i32 %0 to float\n  %2 = fadd float %1, %1\n", True),
+        ("  %1 = sitofp i32 %0 to float\n", True),
+        ("  %1 = add i32 %0, %0\n", False),
+    ],
+)
+def test_an_integer_kernel_may_move_bits_as_floats_and_no_more(llvm: str, seen: bool) -> None:
+    modes = "".join(f"\t{name} {value}\n" for name, value in AMD_MODE.items())
+    compiled = Compiled({"amdgcn": modes, "llir": llvm}, 0, False, {}, 0.0)
+    found = breaches(compiled, Function(""), CONTRACTS["accept"], TARGETS[-1], False)
+    assert found == ["a floating type in LLVM's IR of an integer kernel"] * seen
