@@ -18,6 +18,8 @@ Row = dict[str, Any]
 HERE = Path(__file__).resolve().parent
 COMMITTED = [HERE / "records" / name for name in ("h200-bench.json", "h200-accept-bench.json")]
 """What the committed page is made of: the second compiles what the first had no time left for."""
+PARTS = ("checks", "measurements", "growth")
+"""What a record has rows in."""
 GROWTH, BANDWIDTH = "growth.svg", "bandwidth.svg"
 INTRODUCTION = """\
 # Benchmarks
@@ -63,14 +65,14 @@ def microseconds(timing: dict[str, Any] | None) -> str:
     return f"{number(timing['median'])} ({number(timing['p10'])}-{number(timing['p90'])})"
 
 
-def without_overtaken(records: Sequence[Row]) -> list[Row]:
-    """The records without the operations that a later one measured too, so that each has its contenders of one run."""
-    kept = []
+def joined(records: Sequence[Row]) -> Row:
+    """The records as one. runs: each without the operations that a later one measured too, so that an operation has its
+    contenders of one run; their rows are the whole's, the rates are the first's."""
+    runs = []
     for place, record in enumerate(records):
         later = {row["op"] for other in records[place + 1 :] for row in other["measurements"]}
-        parts = ("checks", "measurements", "growth")
-        kept.append(record | {part: [row for row in record[part] if row["op"] not in later] for part in parts})
-    return kept
+        runs.append(record | {part: [row for row in record[part] if row["op"] not in later] for part in PARTS})
+    return records[0] | {part: [row for run in runs for row in run[part]] for part in PARTS} | {"runs": runs}
 
 
 def run_lines(record: Row) -> Iterator[str]:
@@ -243,23 +245,15 @@ def pictures(record: Row) -> dict[str, str]:
     return found
 
 
-def joined(records: Sequence[Row]) -> Row:
-    """Their rows as those of one; the rates are the first's."""
-    parts = ("checks", "measurements", "growth")
-    return records[0] | {part: [row for record in records for row in record[part]] for part in parts}
-
-
-def page(records: Sequence[Row]) -> str:
-    """README.md."""
-    records = without_overtaken(records)
-    whole = joined(records)
-    rows = whole["measurements"]
-    lines = [INTRODUCTION, *(line for record in records for line in run_lines(record))]
-    lines += [f"![{name.removesuffix('.svg')}](pictures/{name})\n" for name in pictures(whole)]
+def page(record: Row) -> str:
+    """README.md, of what :func:`joined` made."""
+    rows = record["measurements"]
+    lines = [INTRODUCTION, *(line for run in record["runs"] for line in run_lines(run))]
+    lines += [f"![{name.removesuffix('.svg')}](pictures/{name})\n" for name in pictures(record)]
     lines += target_lines(rows)
     for op, shape in dict.fromkeys((row["op"], row["shape"]) for row in rows):
         lines += op_lines(rows, op, shape)
-    lines += check_lines(whole["checks"])
+    lines += check_lines(record["checks"])
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -282,8 +276,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         records.append(record)
     folder = arguments.folder / "pictures"
     folder.mkdir(parents=True, exist_ok=True)
-    (arguments.folder / "README.md").write_text(page(records))
-    for name, text in pictures(joined(without_overtaken(records))).items():
+    whole = joined(records)
+    (arguments.folder / "README.md").write_text(page(whole))
+    for name, text in pictures(whole).items():
         (folder / name).write_text(text)
     return 0
 

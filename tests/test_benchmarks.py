@@ -551,7 +551,7 @@ def test_the_committed_page_is_the_one_that_its_records_give(tmp_path: Path) -> 
     assert len(list(tmp_path.rglob("*.*"))) == 3
 
 
-def test_an_operation_has_its_figures_from_the_last_run_that_has_any(tmp_path: Path) -> None:
+def test_an_operation_has_its_figures_from_the_last_run_that_has_any() -> None:
     later = {
         **HAND,
         "date": "2026-12-31",
@@ -560,7 +560,7 @@ def test_an_operation_has_its_figures_from_the_last_run_that_has_any(tmp_path: P
         "measurements": [row("kv_write", "A", 8, "fused", 1.0), row("kv_write", "A", 8, "compile", 3.25)],
         "growth": [],
     }
-    text = report.page([HAND, later])
+    text = report.page(report.joined([HAND, later]))
     assert "## The run of state_scatter, accept, write_target_hidden_kv, qk_norm_rope\n" in text
     assert "## The run of kv_write\n\n- 2026-12-31" in text
     assert "3.25 (3.25-3.25)" in text

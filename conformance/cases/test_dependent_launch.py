@@ -19,13 +19,14 @@ import triton.language as tl
 
 from dspark import faults
 from dspark.ops import launch
-from dspark.ops.launch import Launch, dependent_launch
+from dspark.ops.launch import dependent_launch
 
 from ..fixtures.guard import Arena, to_bits
 from ..fixtures.kernel_source import edited
 from ..fixtures.lane import Lane
 from ..fixtures.late import Late
 from ..fixtures.ledger import expect_equal
+from ..fixtures.plans import forget, looked_at
 from ..fixtures.replays import Replay
 from ..fixtures.served import BATCH, SERVED, Served
 
@@ -49,27 +50,17 @@ def warm(name: str, arena: Arena) -> Served:
     return served
 
 
+@pytest.mark.parametrize("how", ["called", "replayed"])
 @pytest.mark.parametrize("name", LAUNCHED)
-def test_a_call_sees_what_the_kernel_before_it_writes(name: str, arena: Arena) -> None:
+def test_a_launch_sees_what_the_kernel_before_it_writes(name: str, how: str, arena: Arena) -> None:
     served = warm(name, arena)
     late = Late(served.arena.storages())
     with late.before_launches(served.compute) as compute:
+        again = Replay(compute, arena.device) if how == "replayed" else compute
         for live in (3, BATCH, 3):
             served.fill(live)
             late.hold()
-            served.judge(compute())
-
-
-@pytest.mark.parametrize("name", LAUNCHED)
-def test_a_replay_sees_what_the_kernel_before_it_writes(name: str, arena: Arena) -> None:
-    served = warm(name, arena)
-    late = Late(served.arena.storages())
-    with late.before_launches(served.compute) as compute:
-        replay = Replay(compute, arena.device)
-        for live in (3, BATCH, 3):
-            served.fill(live)
-            late.hold()
-            served.judge(replay())
+            served.judge(again())
 
 
 def left_behind(served: Served, result: Any) -> list[np.ndarray]:
@@ -100,42 +91,26 @@ def test_a_kernel_that_does_not_wait_is_seen(
     module = importlib.import_module(f"dspark.ops.{label.op}.kernel")
     hasty = edited(module, "    wait_for_prerequisite_grids(DEPENDENT_LAUNCH)\n", "", tmp_path)
     monkeypatch.setattr(module, f"{label.op}_kernel", getattr(hasty, f"{label.op}_kernel"))
-    forget(label.op)
+    forget(monkeypatch)  # each plan's launch holds the kernel that waits
     got = with_late_inputs(name, arena)
     differs = not all(np.array_equal(one, other) for one, other in zip(got, need, strict=True))
     expect_equal(label, "whether it read what lay there before", differs, dependent_launch(arena.device))
-
-
-def forget(op: str) -> None:
-    """Every plan: its launch holds the kernel that waits."""
-    importlib.import_module(f"dspark.ops.{op}")._plans._plans.clear()
 
 
 @pytest.mark.lanes(Lane.INTERPRET)
 @pytest.mark.parametrize("name", LAUNCHED)
 def test_every_program_waits_once(name: str, arena: Arena) -> None:
     """Where launches are dependent; the interpreter has nothing to wait for, and counts."""
-    waits: list[None] = []
-    programs: list[int] = []
-    look = Launch._specialised
-
-    def counted(made: Launch, *arguments: Any) -> None:
-        programs.append(math.prod(made.grid))
-        look(made, *arguments)
-
-    def wait() -> None:
-        waits.append(None)
-
     with (
         mock.patch.object(launch, "dependent_launch", return_value=True),
-        mock.patch.object(tl.extra.cuda, "gdc_wait", wait),
-        mock.patch.object(Launch, "_specialised", counted),
+        mock.patch.object(tl.extra.cuda, "gdc_wait") as wait,
+        looked_at() as launches,
     ):
         served = warm(name, arena)
         served.fill(3)
         served.judge(served.compute())
-    expect_equal(served.label, "programs that wait", len(waits), sum(programs))
-    expect_equal(served.label, "whether there are any", len(programs) >= 3, True)
+    expect_equal(served.label, "programs that wait", wait.call_count, sum(math.prod(made.grid) for made in launches))
+    expect_equal(served.label, "whether there are any", len(launches) >= 3, True)
 
 
 @pytest.mark.lanes(Lane.INTERPRET)

@@ -7,8 +7,7 @@ What else a key names is in test_plans.py.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
@@ -18,7 +17,6 @@ import torch
 
 import dspark.ops as ops
 from dspark import machine
-from dspark.ops.launch import Launch
 
 from ..fixtures import guard
 from ..fixtures.calls import accept, accept_commit, commit_indices, kv_write, qk_norm_rope, state_scatter
@@ -26,7 +24,7 @@ from ..fixtures.guard import Arena
 from ..fixtures.lane import Lane
 from ..fixtures.ledger import Label, expect_equal
 from ..fixtures.plan_subjects import FIRST_OF_EACH, SUBJECTS, Subject, outcome_of
-from ..fixtures.plans import forget, spread
+from ..fixtures.plans import forget, looked_at, spread
 
 
 @dataclass
@@ -51,20 +49,6 @@ class Displaced(Arena):
     def free(self) -> list[str]:
         """The tensors that may lie anywhere."""
         return [placed.name for placed in self._placed if not placed.name.startswith(BY_ADDRESS)]
-
-
-@contextmanager
-def looked_at() -> Iterator[list[None]]:
-    """One entry for each launch that is left to Triton's look at every argument."""
-    looks: list[None] = []
-    look = Launch._specialised
-
-    def counted(self: Launch, *args: Any) -> None:
-        looks.append(None)
-        look(self, *args)
-
-    with mock.patch.object(Launch, "_specialised", counted):
-        yield looks
 
 
 CALLS: dict[str, tuple[Any, Any]] = {
